@@ -44,7 +44,7 @@ def measure(
     bench: Bench, method: EvaluatedMethod, batch: int, length: int, backend: str | None
 ) -> dict[str, Any]:
     """Speeds of one method and of the dense cache with its backend, or the error. Raises: DeviceLost."""
-    size = needed(bench.sizes, method, batch, bench.args.room(length), bench.device.type == "cpu")
+    size = needed(bench.sizes, method, batch, bench.args.capacity_for(length), bench.device.type == "cpu")
     free = free_memory(bench.device) + bench.sizes.weights
     if size > free:
         return {"error": f"needs {size / 1e9:.1f} GB, {free / 1e9:.1f} GB are there"}

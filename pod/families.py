@@ -116,7 +116,8 @@ def fields_of(source: Any) -> dict[str, Any]:
     others = set(own.get("layer_types") or ()) - {"full_attention", "sliding_attention"}
     given = own | {"partial_rotary_factor": rotated, "layer_types": others}
     for field, value in {"partial_rotary_factor": 1.0, "layer_types": set(), **family.required}.items():
-        if (found := given.get(field) or value) != value:
+        found = given.get(field) or value
+        if found != value:
             allowed = value if field != "layer_types" else "full_attention or sliding_attention"
             raise ValueError(
                 f"{field} = {found!r} of this {name} checkpoint is not supported: it must be {allowed!r}"

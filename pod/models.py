@@ -250,12 +250,12 @@ def check_has_config(source: str, gguf_file: str | None = None) -> None:
         )
 
 
-def read_config(source: str, gguf_file: str | None = None, **places: Any) -> Any:
+def read_config(source: str, gguf_file: str | None = None, **arguments: Any) -> Any:
     """The configuration of a folder or hub id, as `resolve_model` gives it. No code of a checkpoint runs.
 
     Args:
         gguf_file: a file in the folder that brings its own configuration, or None.
-        places: more arguments of transformers' `from_pretrained` (`revision`, `local_files_only` …).
+        arguments: more arguments of transformers' `from_pretrained` (`revision`, `local_files_only` …).
 
     Raises:
         ValueError: the folder has no config.json, or transformers refuses its content.
@@ -265,8 +265,8 @@ def read_config(source: str, gguf_file: str | None = None, **places: Any) -> Any
 
     check_has_config(source, gguf_file)
     if gguf_file is not None:
-        places["gguf_file"] = gguf_file
-    return AutoConfig.from_pretrained(source, trust_remote_code=False, **places)
+        arguments["gguf_file"] = gguf_file
+    return AutoConfig.from_pretrained(source, trust_remote_code=False, **arguments)
 
 
 def head_dim_of(config: Any) -> int:

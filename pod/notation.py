@@ -138,13 +138,13 @@ class Spec:
         """The parameters of all parts. Methods that go together share no parameter's name."""
         return {key: value for part in self.parts for key, value in part.params.items()}
 
-    def in_order(self, place: Callable[[str], int]) -> "Spec":
+    def in_order(self, sort_key: Callable[[str], int]) -> "Spec":
         """The same spec with its parts sorted.
 
         Args:
-            place: gives a number for the name of a part; parts with smaller numbers come first.
+            sort_key: gives a number for the name of a part; parts with smaller numbers come first.
         """
-        return replace(self, parts=tuple(sorted(self.parts, key=lambda part: place(part.name))))
+        return replace(self, parts=tuple(sorted(self.parts, key=lambda part: sort_key(part.name))))
 
     def __str__(self) -> str:
         said = "+".join(map(str, self.parts))

@@ -4,8 +4,8 @@
 becomes an error of one line: which field, what came, what is allowed.
 
 Three words of this file: a *section* is a dataclass that `section` decorates. A *path* is a list of keys that
-leads to a setting, as pydantic reports it: `("model", "num_sink_tokens")`. A *place* is the same path as
-users write it: `model.num_sink_tokens`.
+leads to a setting, as pydantic reports it: `("model", "num_sink_tokens")`. A *dotted name* is the same path
+as users write it: `model.num_sink_tokens`.
 """
 
 import dataclasses
@@ -60,7 +60,7 @@ def section(cls: type[_Section]) -> type[_Section]:
 
     Constructing the section raises `ValueError` of one line for a wrong key, type or value.
     """
-    cls._prepared = model_validator(mode="before")(_prepared)  # type: ignore[attr-defined]
+    cls._prepare_section = model_validator(mode="before")(_prepare_section)  # type: ignore[attr-defined]
     made: Any = checked_dataclass(kw_only=True, config=_SETTINGS)(cls)
     init = made.__init__
 
@@ -69,7 +69,7 @@ def section(cls: type[_Section]) -> type[_Section]:
         try:
             init(self, **values)
         except ValidationError as error:
-            raise ValueError(_told(error, made, "")) from None
+            raise ValueError(_describe_error(error, made, "")) from None
 
     made.__init__ = checked
     return made
@@ -90,7 +90,7 @@ def build(cls: Any, content: Any, where: str = "") -> Any:
     try:
         return cls.__pydantic_validator__.validate_python(content)
     except ValidationError as error:
-        raise ValueError(_told(error, cls, where)) from None
+        raise ValueError(_describe_error(error, cls, where)) from None
 
 
 def to_yaml(recipe: Any, fields: Collection[str] | None = None) -> str:
@@ -104,22 +104,22 @@ def to_yaml(recipe: Any, fields: Collection[str] | None = None) -> str:
     return yaml.dump(shown, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=100)
 
 
-def _prepared(cls: type, given: Any) -> Any:
+def _prepare_section(cls: type, given: Any) -> Any:
     """Prepare the content of a section for pydantic.
 
     An empty section, as `model:` with nothing below it, becomes one with all defaults. A text with commas
     becomes a list where the field is a list. `true` and `false` are refused where the field is a number.
     """
     if isinstance(given, ArgsKwargs):
-        return ArgsKwargs((), _prepared(cls, given.kwargs))
+        return ArgsKwargs((), _prepare_section(cls, given.kwargs))
     if not isinstance(given, dict):
         return {} if given is None else given
     hints = hints_of(cls)
-    return {str(key): _prepared_value(key, value, hints.get(key)) for key, value in given.items()}
+    return {str(key): _prepare_value(key, value, hints.get(key)) for key, value in given.items()}
 
 
-def _prepared_value(name: Any, value: Any, hint: Any) -> Any:
-    """One value of a section, prepared as `_prepared` says. `hint` is the type of its field."""
+def _prepare_value(name: Any, value: Any, hint: Any) -> Any:
+    """Prepare one value of a section as `_prepare_section` says. `hint` is the type of its field."""
     kinds = _kinds(hint)
     if isinstance(value, bool) and kinds & {int, float}:
         raise ValueError(f"{name} is {value}: it should be a number")
@@ -141,8 +141,8 @@ def _split_commas(text: str) -> list[str]:
     return [part.strip() for part in parts if part.strip()]
 
 
-def _told(error: ValidationError, cls: type, where: str) -> str:
-    """Tell one of pydantic's findings in one line: an unknown key if there is any, else the first finding.
+def _describe_error(error: ValidationError, cls: type, where: str) -> str:
+    """Describe one of pydantic's findings in one line: an unknown key if there is any, else the first.
 
     Args:
         cls: the section that was built.
@@ -152,22 +152,22 @@ def _told(error: ValidationError, cls: type, where: str) -> str:
     *outer, name = found["loc"] or ("",)
     kind, value = found["type"], found["input"]
     if kind == _UNKNOWN:
-        return _unknown_key(name, _section_at(cls, outer), _place(where, outer))
-    place = _place(where, found["loc"])
+        return _unknown_key(name, _section_at(cls, outer), _dotted_name(where, outer))
+    dotted_name = _dotted_name(where, found["loc"])
     if kind == "value_error":
-        return _located(str(found["ctx"]["error"]), _section_at(cls, found["loc"]), place)
+        return _located(str(found["ctx"]["error"]), _section_at(cls, found["loc"]), dotted_name)
     if kind == "missing":
-        return f"{place} is missing: set it in the recipe or with --set {place}=…"
+        return f"{dotted_name} is missing: set it in the recipe or with --set {dotted_name}=…"
     choices = re.findall(r"'([^']*)'", found["msg"]) if kind == "literal_error" else []
     should = found["msg"].removeprefix("Input ")
     if kind == "dataclass_type":
         should = (
             f"should be a section with the settings {', '.join(fields_of(_section_at(cls, found['loc'])))}"
         )
-    return f"{place or 'the recipe'} is {value!r}: it {should}{nearest(value, choices)}"
+    return f"{dotted_name or 'the recipe'} is {value!r}: it {should}{nearest(value, choices)}"
 
 
-def _place(where: str, path: Sequence[str | int]) -> str:
+def _dotted_name(where: str, path: Sequence[str | int]) -> str:
     """Join a section's dotted name and a path: `train` and `["many", 0, "rate"]` → `train.many[0].rate`."""
     parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in path]
     return (where + "".join(parts)).removeprefix(".")
@@ -184,22 +184,22 @@ def _section_at(cls: Any, path: Sequence[str | int]) -> Any:
     return cls
 
 
-def _located(message: str, cls: Any, place: str) -> str:
+def _located(message: str, cls: Any, where: str) -> str:
     """Name the section in a message: `num_sink_tokens is -1` → `model.num_sink_tokens is -1`.
 
     A message that does not begin with a field's name gets the section in front: `model: …`.
 
     Args:
         cls: the section that raised the message.
-        place: its dotted name.
+        where: its dotted name.
     """
-    if not place or message.startswith(place):
+    if not where or message.startswith(where):
         return message
     first = re.split(r"\W", message, maxsplit=1)[0]
-    return f"{place}.{message}" if first in fields_of(cls) else f"{place}: {message}"
+    return f"{where}.{message}" if first in fields_of(cls) else f"{where}: {message}"
 
 
-def _unknown_key(key: Any, cls: type, place: str) -> str:
+def _unknown_key(key: Any, cls: type, where: str) -> str:
     """The message about a key that a section does not have. It shows which key was probably meant.
 
     A key of an older version, which the section's `former_names` lists, is answered with its new name. Any
@@ -210,17 +210,18 @@ def _unknown_key(key: Any, cls: type, place: str) -> str:
     Args:
         key: the unknown key.
         cls: the section.
-        place: dotted name of the section; empty for the whole recipe.
+        where: its dotted name; empty for the whole recipe.
     """
-    of_section = f" in {place}" if place else ""
+    of_section = f" in {where}" if where else ""
     former_names = getattr(cls, "former_names", {})
     if key in former_names:
-        return f"unknown key {key!r}{of_section}: it is called {_place(place, [former_names[key]])!r} now"
-    known = {name: _place(place, [name]) for name in fields_of(cls)}
+        new_name = _dotted_name(where, [former_names[key]])
+        return f"unknown key {key!r}{of_section}: it is called {new_name!r} now"
+    known = {name: _dotted_name(where, [name]) for name in fields_of(cls)}
     for name in list(known):
         section = hints_of(cls)[name]
         inner = fields_of(section) if dataclasses.is_dataclass(section) else {}
-        known = {one: _place(known[name], [one]) for one in inner} | known
+        known = {one: _dotted_name(known[name], [one]) for one in inner} | known
     message = f"unknown key {key!r}{of_section}{nearest(key, known)}"
     if nearest(key, known, _VERY_NEAR):
         return message
@@ -299,7 +300,7 @@ def explain(cls: Any, where: str, skip_sections: bool = False) -> list[str]:
             continue
         if not item.is_required():
             default = f"default {_as_yaml(item.get_default(call_default_factory=True))}"
-        lines.append(f"  {_place(where, [name])}  ({type_name(hint)}, {default})")
+        lines.append(f"  {_dotted_name(where, [name])}  ({type_name(hint)}, {default})")
         lines += textwrap.wrap(docs.get(name, ""), 100, initial_indent=indent, subsequent_indent=indent)
     return lines
 

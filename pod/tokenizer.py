@@ -26,7 +26,7 @@ _VARIABLES = "chat_template_kwargs"
 """Attribute of a tokenizer whose chat template always gets variables: these, by name."""
 
 
-def load_tokenizer(source: Any, **places: Any) -> Any:
+def load_tokenizer(source: Any, **arguments: Any) -> Any:
     """The tokenizer of a checkpoint, which pads on the left as ``generate()`` needs it.
 
     A tokenizer that is loaded already comes back as it is. The result depends on the files alone, not on
@@ -37,7 +37,7 @@ def load_tokenizer(source: Any, **places: Any) -> Any:
     Args:
         source: folder, hub id or name of a model as in ``load_model``. It may also be a GGUF file, or a
             ``tokenizer.json``, which is read with the ``tokenizer_config.json`` beside it if there is one.
-        places: more arguments of transformers' ``from_pretrained``, such as ``gguf_file``, ``revision`` or
+        arguments: more arguments of transformers' ``from_pretrained``, such as ``gguf_file``, ``revision`` or
             ``token``. None counts as not given.
 
     Raises:
@@ -45,27 +45,27 @@ def load_tokenizer(source: Any, **places: Any) -> Any:
     """
     if not isinstance(source, str | os.PathLike):
         return source
-    places = {name: value for name, value in places.items() if value is not None}
+    arguments = {name: value for name, value in arguments.items() if value is not None}
     path = Path(source)
     if path.is_file():
         if path.suffix == ".gguf":
             return _loaded(path.parent, _from_transformers, gguf_file=path.name)
         if path.name == "tokenizer.json" and (path.parent / "tokenizer_config.json").is_file():
-            return _loaded(path.parent, _from_transformers, **places)
+            return _loaded(path.parent, _from_transformers, **arguments)
         return _loaded(path, _from_json)
     if path.suffix in (".model", ".json", ".gguf"):
         raise ValueError(f"no tokenizer in {str(source)!r} (no such file): {_ADVICE}")
     from pod.models import resolve_model
 
-    return _loaded(resolve_model(source), _from_transformers, **places)
+    return _loaded(resolve_model(source), _from_transformers, **arguments)
 
 
-def _loaded(source: str | os.PathLike[str], load: Callable[..., Any], **places: Any) -> Any:
+def _loaded(source: str | os.PathLike[str], load: Callable[..., Any], **arguments: Any) -> Any:
     try:
-        tokenizer = load(source, **places)
+        tokenizer = load(source, **arguments)
         _check_not_empty(tokenizer)
     except Exception as error:  # damaged files end in bare Exception, KeyError, TypeError, ImportError …
-        reason, advice = _explained(Path(source), error, "gguf_file" in places)
+        reason, advice = _explained(Path(source), error, "gguf_file" in arguments)
         raise ValueError(f"no tokenizer in {str(source)!r} ({reason}): {advice}") from error
     tokenizer.padding_side = "left"
     return tokenizer
@@ -114,7 +114,7 @@ def _from_json(path: Path) -> Any:
     return PreTrainedTokenizerFast(tokenizer_file=str(path))
 
 
-def _from_transformers(source: str | os.PathLike[str], **places: Any) -> Any:
+def _from_transformers(source: str | os.PathLike[str], **arguments: Any) -> Any:
     """The tokenizer that transformers makes of a folder or hub id.
 
     Where mistral-common is installed (vLLM brings it), transformers hands Mistral's families to that package.
@@ -124,35 +124,37 @@ def _from_transformers(source: str | os.PathLike[str], **places: Any) -> Any:
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    config = {} if "gguf_file" in places else _config_of(source, places)
-    kind = PreTrainedTokenizerFast if _is_mistral(source, config, places) else AutoTokenizer
+    config = {} if "gguf_file" in arguments else _config_of(source, arguments)
+    kind = PreTrainedTokenizerFast if _is_mistral(source, config, arguments) else AutoTokenizer
     # With this argument, transformers does not stop to ask whether it may run a checkpoint's code.
-    tokenizer = kind.from_pretrained(source, trust_remote_code=False, **places)
+    tokenizer = kind.from_pretrained(source, trust_remote_code=False, **arguments)
     size = config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size")
     return tokenizer if size is None else limit_to_model(tokenizer, int(size))
 
 
-def _config_of(source: str | os.PathLike[str], places: Mapping[str, Any]) -> dict[str, Any]:
+def _config_of(source: str | os.PathLike[str], arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The model's configuration as it is written in its file; {} where there is none."""
     from transformers import PreTrainedConfig
 
     try:
-        return PreTrainedConfig.get_config_dict(source, **places)[0]
+        return PreTrainedConfig.get_config_dict(source, **arguments)[0]
     except (OSError, ValueError):
         # The folder holds a tokenizer alone. Any other fault is reported where the configuration is read.
         return {}
 
 
-def _is_mistral(source: str | os.PathLike[str], config: Mapping[str, Any], places: Mapping[str, Any]) -> bool:
+def _is_mistral(
+    source: str | os.PathLike[str], config: Mapping[str, Any], arguments: Mapping[str, Any]
+) -> bool:
     """Whether transformers takes mistral-common's tokenizer for this checkpoint where that is installed."""
     from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES, get_tokenizer_config
 
     mistral = "MistralCommon"
     if (TOKENIZER_MAPPING_NAMES.get(config.get("model_type", "")) or "").startswith(mistral):
         return True
-    if "gguf_file" in places:
+    if "gguf_file" in arguments:
         return False
-    own = get_tokenizer_config(source, **places).get("tokenizer_class") or ""
+    own = get_tokenizer_config(source, **arguments).get("tokenizer_class") or ""
     return own.startswith(mistral)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig
 
-from pod.commands import ahead, data
+from pod.commands import data, later_refusals
 from pod.recipe import RECIPES, load_recipe, run
 
 MARKED = {
@@ -105,7 +105,7 @@ def test_rows_that_are_too_long_for_the_model_are_refused_before_anything_is_rea
 )
 def test_the_longest_context_is_that_of_the_extended_model(settings, longest):
     recipe = load_recipe(None, ["model.path=package:tiny", *settings])
-    assert ahead.longest_context(recipe.model) == longest
+    assert later_refusals.longest_context(recipe.model) == longest
 
 
 def test_longer_rows_for_a_named_tokenizer_are_a_note(tmp_path):
@@ -121,12 +121,12 @@ def test_longer_rows_for_a_named_tokenizer_are_a_note(tmp_path):
     with pytest.raises(
         ValueError, match=r"reads 512 tokens, and the recipe has data.context_length 1024: lower"
     ):
-        ahead.check_lengths(load_recipe(None, settings))
-    (note,) = ahead.check_lengths(load_recipe(None, [*settings, "data.tokenizer=another"]))
+        later_refusals.check_lengths(load_recipe(None, settings))
+    (note,) = later_refusals.check_lengths(load_recipe(None, [*settings, "data.tokenizer=another"]))
     assert note.startswith("note: ") and "data.context_length 1024" in note
     shorter = [*settings, "data.context_length=512"]
-    assert ahead.check_lengths(load_recipe(None, shorter)) == []
-    (note,) = ahead.check_lengths(load_recipe(None, [*shorter, "eval.text_length=600"]))
+    assert later_refusals.check_lengths(load_recipe(None, shorter)) == []
+    (note,) = later_refusals.check_lengths(load_recipe(None, [*shorter, "eval.text_length=600"]))
     assert "the recipe has eval.text_length 600" in note
 
 
@@ -170,7 +170,7 @@ ENOUGH = {"context_length": 1024, "num_rows": 40, "held_out": {"documents": 9, "
 )
 def test_what_later_commands_would_refuse_is_said_once_rows_are_there(tmp_path, settings, manifest, says):
     recipe = load_recipe(own_recipe(tmp_path, MARKED), settings)
-    notes = ahead.notes_on_rows(recipe, {**ENOUGH, **manifest})
+    notes = later_refusals.notes_on_rows(recipe, {**ENOUGH, **manifest})
     assert bool(notes) == (says is not None), notes
     assert says is None or says in notes[0]
 

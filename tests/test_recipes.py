@@ -167,7 +167,9 @@ def test_no_recipe_is_refused_before_its_data_is_there(name, tmp_path, monkeypat
     preflight.check_positions(config, context)
     for ranks in (1, 8, 32) if name in LARGE else (1, 2):
         machine = layout_search.this_machine(ranks, 8, get_device("h100"))
-        layout = layout_search.plan(recipe.train, Shapes.from_config(config), plan.lead, context, machine)
+        layout = layout_search.choose_layout(
+            recipe.train, Shapes.from_config(config), plan.lead, context, machine
+        )
         assert layout.job.rows_per_step == recipe.train.rows_per_step(context)
         preflight.check_epochs(layout.job, recipe.data.target_tokens // context)
         if ranks > 1 or "lora" in name or name not in LARGE:

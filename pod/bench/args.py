@@ -122,7 +122,7 @@ class BenchArgs:
         """The methods that race the dense cache. The stock model is left out."""
         return [method for method in map(bench_method, self.methods) if method != FULL]
 
-    def room(self, length: int, races: int = 1) -> int:
+    def capacity_for(self, length: int, races: int = 1) -> int:
         """Tokens in the dense cache at the end of all its races, which is the capacity that it needs.
 
         Args:

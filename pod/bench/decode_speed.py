@@ -180,19 +180,19 @@ def compare(
 
         - ``batch`` and ``length``;
         - ``full``: the dense cache's backend, what was tried, why it has no graph or no fused kernels
-          (`means`), and its bytes by part;
+          (`why_slower_path`), and its bytes by part;
         - ``methods``: by name, the figures of `compare_speed` or an ``error``.
 
     Raises:
         ValueError: no backend runs the dense cache.
         Exception: the dense cache fails in a race.
     """
-    capacity = bench.args.room(length, races_on(bench.device))
+    capacity = bench.args.capacity_for(length, races_on(bench.device))
     tried: dict[str, Any] = {}
     if backend is None:
         backend, tried = fastest_backend(bench, batch, length)
     full, _ = make_runner(bench, FULL, batch, length, capacity, backend)
-    about: dict[str, Any] = {"backend": backend, "tried": tried, **means(full)}
+    about: dict[str, Any] = {"backend": backend, "tried": tried, **why_slower_path(full)}
     held = full.cache.nbytes_by_part()
     found = {}
     for method in methods:
@@ -215,7 +215,7 @@ def races_on(device: torch.device) -> int:
     return 1 if device.type == "cpu" else 2
 
 
-def means(one: Runner) -> dict[str, str | None]:
+def why_slower_path(one: Runner) -> dict[str, str | None]:
     """Why a runner has no CUDA graph (``no_graph``) and no fused kernels (``no_fused``).
 
     A reason is None where it has them.
@@ -255,7 +255,7 @@ def compare_speed(
         "options": method.options,
         "engine": getattr(one.cache, "engine", None) is not None,
         "note": note,
-        **means(one),
+        **why_slower_path(one),
         "length": length,
         **_speeds(full, one, tokens),
     }
@@ -264,7 +264,7 @@ def compare_speed(
     if is_modelled(method):
         mean_length = (length + one.cache.get_seq_length()) // 2
         result |= _against_bytes(bench.sizes, method, batch, mean_length, result)
-    if None in means(full).values():
+    if None in why_slower_path(full).values():
         result["like_for_like"] = _raced_plainly(full, one, args, tokens)
     return result
 

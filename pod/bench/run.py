@@ -53,7 +53,7 @@ def estimate(recipe: "Recipe") -> str:
         lines.append(f"  batch {batch}, {length:,} tokens:")
         full = read_per_step(sizes, FULL, length, batch)
         for method in [FULL, *args.raced_methods]:
-            held = batch * held_per_row(sizes, method, args.room(length)) / 1e9
+            held = batch * held_per_row(sizes, method, args.capacity_for(length)) / 1e9
             read = read_per_step(sizes, method, length, batch)
             known = f"{held:8.3f} size  {read / 1e9:8.3f} read  {full / read:.3f}x"
             unknown = f"at most {held:.3f} size; bytes per step unknown"
@@ -224,7 +224,7 @@ def _where(
     from pod.modeling.loading import target_config
 
     args = recipe.bench
-    longest = args.room(max(args.lengths), races_on(devices[0]))
+    longest = args.capacity_for(max(args.lengths), races_on(devices[0]))
     load = Load(2 * max(args.batch_sizes), longest)
     asked = args.device if args.device in SPREADS else "auto"
     dense = target_config(config, layout="dense")
@@ -393,10 +393,10 @@ def _reasons(found: dict[str, Any], key: str, what: str) -> Iterator[str]:
 def _check_lengths(args: BenchArgs, positions: int, races: int) -> None:
     """Raise ValueError when the longest length, with the tokens decoded behind it, exceeds the positions."""
     longest = max(args.lengths)
-    room = args.room(longest, races)
-    if room > positions:
+    capacity = args.capacity_for(longest, races)
+    if capacity > positions:
         raise ValueError(
-            f"bench.lengths: {longest} tokens plus {room - longest} decoded tokens exceed the "
+            f"bench.lengths: {longest} tokens plus {capacity - longest} decoded tokens exceed the "
             f"model's {positions} positions: lower bench.lengths, bench.steps or bench.repeats"
         )
 
@@ -416,8 +416,8 @@ def _check_memory(
     names = ", ".join(map(str, devices))
     for batch, length in settings(args):
         for method in [*args.raced_methods, STOCK]:
-            room = args.room(length, races_on(devices[0]))
-            size = needed(sizes, method, batch, room, devices[0].type == "cpu")
+            capacity = args.capacity_for(length, races_on(devices[0]))
+            size = needed(sizes, method, batch, capacity, devices[0].type == "cpu")
             said = (
                 f"needs {size / 1e9:.2f} GB with the weights and the dense cache, but {there / 1e9:.2f} GB "
                 f"are free on {names}"

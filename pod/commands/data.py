@@ -26,7 +26,7 @@ SUBCOMMANDS = ("verify", "inspect")
 
 def estimate(recipe: Recipe) -> str:
     """Text for `--dry-run`: notes on lengths, then length intervals, tokens, disk space, memory and time."""
-    from pod.commands.ahead import check_lengths
+    from pod.commands.later_refusals import check_lengths
     from pod.data.run.prepare import estimate as estimate_data
 
     try:
@@ -42,9 +42,9 @@ def main(recipe: Recipe, overwrite: bool = False) -> None:
     Args:
         overwrite: replace finished rows that were made with other settings.
     """
-    from pod.commands.ahead import check_lengths, notes_on_rows
+    from pod.commands.later_refusals import check_lengths, notes_on_rows
     from pod.data.read.books import split_fragment
-    from pod.data.read.discovery import check_places
+    from pod.data.read.discovery import check_sources
     from pod.data.rows.length_pictures import PICTURE_NAME
     from pod.data.rows.manifest import MANIFEST_NAME
     from pod.data.rows.overview import overview
@@ -55,7 +55,7 @@ def main(recipe: Recipe, overwrite: bool = False) -> None:
     # Finished rows are kept even when their sources are gone. Where there are none, the sources are checked
     # first, before the hub is asked for the model.
     if not (recipe.data_dir / MANIFEST_NAME).exists():
-        check_places(split_fragment(source)[0] for source in recipe.data.sources)
+        check_sources(split_fragment(source)[0] for source in recipe.data.sources)
     notes = check_lengths(recipe)
     args, model, trained = recipe.data, recipe.model, recipe.train_dir
     tokenizer = args.tokenizer or load_tokenizer(resolve_model(model.path), gguf_file=model.gguf_file)

@@ -193,7 +193,7 @@ def served_config(config: PodConfig, dtype: torch.dtype) -> dict[str, Any]:
         "architectures": [target.architecture],
         "dtype": str(dtype).removeprefix("torch."),
         "head_dim": config.head_dim,
-        "attention_bias": "o" in _biases(config),
+        "attention_bias": "o_proj" in _projections_with_bias(config),
         "layer_types": ["full_attention" if window is None else "sliding_attention" for window in windows],
         "sliding_window": length,
         "use_sliding_window": length is not None,
@@ -205,7 +205,7 @@ def served_config(config: PodConfig, dtype: torch.dtype) -> dict[str, Any]:
         content |= _granite_fields(config)
         content["sliding_window"] = length or config.max_position_embeddings  # transformers wants a number
     if target.needs_plugin:
-        content["qkv_bias"] = "q" in _biases(config)
+        content["qkv_bias"] = "q_proj" in _projections_with_bias(config)
         content["qk_norm"] = config.qk_norm
         content["sink_layers"] = sinks
     return content
@@ -227,15 +227,20 @@ def _granite_fields(config: PodConfig) -> dict[str, Any]:
     }
 
 
-def _biases(config: PodConfig) -> str:
-    """The projections of attention that have a bias in the exported model, as letters of `qkvo`."""
+def _projections_with_bias(config: PodConfig) -> list[str]:
+    """The names of the projections of attention that have a bias in the exported model."""
     target = target_of(config)
     has_sinks = bool(config.sink_layers)
     inner = config.attention_qkv_bias or has_sinks or target.model_type == "qwen2"
     outer = config.attention_out_bias or has_sinks
     if target == GRANITE:
         inner = outer = inner or outer
-    return ("qkv" if inner else "") + ("o" if outer else "")
+    names = []
+    if inner:
+        names += ["q_proj", "k_proj", "v_proj"]
+    if outer:
+        names.append("o_proj")
+    return names
 
 
 def served_weights(model: PodForCausalLM) -> dict[str, Tensor]:
@@ -250,10 +255,10 @@ def served_weights(model: PodForCausalLM) -> dict[str, Tensor]:
     sinks = config.sink_layers
     for layer in range(config.num_hidden_layers):
         attention = f"model.layers.{layer}.self_attn."
-        for one in _biases(config):
-            projection = weights[f"{attention}{one}_proj.weight"]
+        for name in _projections_with_bias(config):
+            projection = weights[f"{attention}{name}.weight"]
             zeros = projection.new_zeros(projection.shape[0])
-            weights.setdefault(f"{attention}{one}_proj.bias", zeros)
+            weights.setdefault(f"{attention}{name}.bias", zeros)
         if layer in sinks:
             _fold(weights, attention, config.num_key_value_groups)
         elif target_of(config) == GRANITE:

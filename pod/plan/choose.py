@@ -19,7 +19,7 @@ from pod.modeling.methods import make_cache
 from pod.modeling.model.llama import PodForCausalLM
 from pod.modeling.model.sharing import GROUP_SIZE, SharingPlan, SinkConstants
 from pod.modeling.model.sinks import Sink
-from pod.plan.align import align
+from pod.plan.align_heads import align
 from pod.plan.args import ExploreArgs
 from pod.plan.calibration import with_constants
 from pod.plan.costs import total_costs
@@ -42,7 +42,7 @@ from pod.plan.solve import Floats, Frontier, PackedFrontier, solve, solve_packed
 from pod.training.checkpoint.run_identity import sha256_of
 from pod.training.observe.validation import token_scores
 
-Order = tuple[tuple[int, ...], ...]
+HeadOrder = tuple[tuple[int, ...], ...]
 """For each layer, the original head at each position."""
 
 
@@ -175,7 +175,7 @@ def _solve(
     windows: dict[str, int],
     head_dim: int | None,
     pairs: float | None = None,
-) -> tuple[Frontier | PackedFrontier, int, Order | None]:
+) -> tuple[Frontier | PackedFrontier, int, HeadOrder | None]:
     """Solve for the least cost of every saving, and align heads at the target saving.
 
     Args:
@@ -217,7 +217,7 @@ def _solve(
     return frontier, frontier.cheapest(units), kv_order
 
 
-def head_order(plan: SharingPlan, kv_order: Order, order: Tensor) -> Order:
+def head_order(plan: SharingPlan, kv_order: HeadOrder, order: Tensor) -> HeadOrder:
     """The query head of the original weights at each position, ``[L][Hq]``, when KV heads are reordered.
 
     The query heads of a follower stand in the order in which the query heads of its lead serve them.

@@ -131,7 +131,9 @@ class Exploration:
             changes: arguments of `load_model`; without any, the model is loaded as it is.
         """
         dtype, gguf_file = getattr(torch, self.settings["dtype"]), self.settings["gguf_file"]
-        return load_model(self.model_folder, gguf_file=gguf_file, dtype=dtype, **_where(), **changes)
+        return load_model(
+            self.model_folder, gguf_file=gguf_file, dtype=dtype, **placement_arguments(), **changes
+        )
 
     def load_tokenizer(self) -> Any:
         """Load the model's own tokenizer, whatever data.tokenizer says: the model reads its own tokens."""
@@ -160,7 +162,7 @@ class Exploration:
         return list(torch.from_numpy(found))
 
 
-def _where() -> dict[str, Any]:
+def placement_arguments() -> dict[str, Any]:
     """Where `load_model` puts the model: on this rank's device, or on its share of the GPUs.
 
     A rank has several GPUs where there are more GPUs than ranks.

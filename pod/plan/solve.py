@@ -268,7 +268,7 @@ PACKED = 4  # bits of a packed layer
 _PRICES = 24  # prices per saved unit at which the search runs
 _FEW = 256  # choices of bits: up to this number, all of them are solved
 _HELD = 8  # choices of bits whose plans are held at a time
-Choice = tuple[bool, ...]
+PackedLayers = tuple[bool, ...]
 """Per layer, whether it is packed."""
 
 
@@ -351,8 +351,8 @@ class PackedFrontier(Curve):
     """
 
     bound: Floats
-    solved: dict[Choice, Floats]
-    _solve: Callable[[Choice], Frontier]
+    solved: dict[PackedLayers, Floats]
+    _solve: Callable[[PackedLayers], Frontier]
 
     @property
     def targets(self) -> Ints:
@@ -377,7 +377,7 @@ class PackedFrontier(Curve):
 
         with counter("bits at this saving") as bar:
 
-            def cost_of(choice: Choice) -> float:
+            def cost_of(choice: PackedLayers) -> float:
                 solved[choice] = self._solve(choice).costs
                 bar.update()
                 return float(solved[choice][wanted].min(initial=np.inf))
@@ -385,7 +385,7 @@ class PackedFrontier(Curve):
             _descend(min(solved, key=lambda choice: self._cost_of(choice, wanted)), cost_of)
         return _least_of(self, solved)
 
-    def _cost_of(self, choice: Choice, units: slice) -> float:
+    def _cost_of(self, choice: PackedLayers, units: slice) -> float:
         """The least cost of a choice of bits in this range of saved units; inf where it has no plan."""
         return float(self.solved[choice][units].min(initial=np.inf))
 
@@ -394,7 +394,7 @@ def solve_packed(costs: PackedCosts) -> PackedFrontier:
     """Find the least cost of every saving: over all choices of bits where they are few, else by search."""
     layers, free = len(costs.lead4), costs.solve(None)
     solve = lru_cache(maxsize=_HELD)(costs.solve)
-    choices: Iterable[Choice]
+    choices: Iterable[PackedLayers]
     if 2**layers <= _FEW:
         choices = product((False, True), repeat=layers)
     else:
@@ -404,7 +404,7 @@ def solve_packed(costs: PackedCosts) -> PackedFrontier:
     return _least_of(empty, {choice: solve(choice).costs for choice in shown})
 
 
-def _least_of(frontier: PackedFrontier, solved: dict[Choice, Floats]) -> PackedFrontier:
+def _least_of(frontier: PackedFrontier, solved: dict[PackedLayers, Floats]) -> PackedFrontier:
     """The frontier with the lowest cost of all solved choices at every number of saved units."""
     costs = np.full(max(map(len, solved.values())), np.inf)
     for own in solved.values():
@@ -412,7 +412,7 @@ def _least_of(frontier: PackedFrontier, solved: dict[Choice, Floats]) -> PackedF
     return replace(frontier, costs=costs, solved=solved)
 
 
-def _found(costs: PackedCosts, bound: Floats) -> list[Choice]:
+def _found(costs: PackedCosts, bound: Floats) -> list[PackedLayers]:
     """A path of choices of bits, from no packed layer to all layers packed, that turns one layer at a time.
 
     Between its ends, the path leads through the choices that local search finds at the prices of evenly
@@ -437,7 +437,7 @@ def _found(costs: PackedCosts, bound: Floats) -> list[Choice]:
     return found
 
 
-def _descend(packed: Choice, cost_of: Callable[[Choice], float]) -> Choice:
+def _descend(packed: PackedLayers, cost_of: Callable[[PackedLayers], float]) -> PackedLayers:
     """Turn layers, one by one and round and round, until no single turn lowers the cost."""
     least = cost_of(packed)
     step = 0
@@ -451,6 +451,6 @@ def _descend(packed: Choice, cost_of: Callable[[Choice], float]) -> Choice:
     return packed
 
 
-def _turned(packed: Choice, layer: int) -> Choice:
+def _turned(packed: PackedLayers, layer: int) -> PackedLayers:
     """The choice of bits with one layer turned: packed if it was not, and the other way round."""
     return (*packed[:layer], not packed[layer], *packed[layer + 1 :])

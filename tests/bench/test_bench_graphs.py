@@ -85,7 +85,7 @@ def bench():
 @pytest.mark.parametrize("backend", ["auto", "sdpa"])
 def test_the_dense_cache_has_graph_and_fused_kernels_with_every_backend(gpu, bench, backend):
     one, _ = decode_speed.make_runner(bench, decode_speed.FULL, 1, 60, 100, backend)
-    assert decode_speed.means(one) == {"no_graph": None, "no_fused": None}
+    assert decode_speed.why_slower_path(one) == {"no_graph": None, "no_fused": None}
     assert one.cache.engine.graphs == 1 == gpu.recorded
     gpu.replayed = gpu.fused = 0
     one.decode(3)
@@ -102,10 +102,10 @@ def test_a_plain_engine_finds_the_same_tokens_without_both(gpu, bench):
         found.append(one.cache.engine.greedy(one.model, torch.zeros(2, 1, dtype=torch.long), 5))
         assert (gpu.replayed, gpu.fused) == ((0, 0) if plain else (5, 5 * 4))
     assert torch.equal(*found)
-    assert decode_speed.means(one) == {"no_graph": "switched off", "no_fused": "switched off"}
+    assert decode_speed.why_slower_path(one) == {"no_graph": "switched off", "no_fused": "switched off"}
     one.cache.engine.plain = False
     one.decode(2)
-    assert decode_speed.means(one) == {"no_graph": None, "no_fused": None} and gpu.replayed == 2
+    assert decode_speed.why_slower_path(one) == {"no_graph": None, "no_fused": None} and gpu.replayed == 2
     assert one.cache.engine.graphs == 1, "the graph of before serves again"
 
 
@@ -147,7 +147,9 @@ def test_a_ratio_without_both_stands_beside(gpu, bench, monkeypatch):
         assert rows[name]["no_graph"] and rows[name]["no_fused"]
     # two races of three rounds of three tokens, both at the same length, in the room that was reserved
     assert lengths["pod"][1:] == lengths["full"][1:7] == [63, 66, 69, 72, 75, 78]
-    assert lengths["transformers"][-1] == lengths["full"][-1] == 60 + 3 * 2 * 9 == bench.args.room(60, 2)
+    assert (
+        lengths["transformers"][-1] == lengths["full"][-1] == 60 + 3 * 2 * 9 == bench.args.capacity_for(60, 2)
+    )
     assert gpu.recorded == 2, "one graph of full and one of pod: nothing moved, nothing was recorded again"
 
 

@@ -52,14 +52,14 @@ def none(document):
     return False
 
 
-def documents_of(lengths, sources=None, digests=None, places=None):
+def documents_of(lengths, sources=None, digests=None, held_out_keys=None):
     """Documents as reading hands them to the draw; each is found again by its `work_shard`."""
     documents = np.zeros(len(lengths), PIECE)
     numbers = np.arange(len(lengths), dtype=np.uint64)
     documents["length"] = lengths
     documents["source"] = 0 if sources is None else sources
     documents["sampling_key"] = splitmix64(numbers) if digests is None else digests
-    documents["place"] = 2**64 - 1 if places is None else places
+    documents["held_out_key"] = 2**64 - 1 if held_out_keys is None else held_out_keys
     documents["work_shard"] = numbers
     return documents
 

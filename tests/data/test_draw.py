@@ -70,21 +70,21 @@ def best_part(ordered, wanted):
 
 
 def naive_split(documents, args, held_out_tokens):
-    """(numbers of held-out documents by place, numbers of the others).
+    """(numbers of held-out documents by key, numbers of the others).
 
-    The first places are held out, until there are enough tokens.
+    The smallest keys are held out, until there are enough tokens.
     """
     tokens, seen, limit = 0, set(), int(0.2 * 2**64) if held_out_tokens else 0
-    by_place = sorted((int(one["place"]), number) for number, one in enumerate(documents))
-    for place, number in by_place:
-        if place >= limit:
+    by_key = sorted((int(one["held_out_key"]), number) for number, one in enumerate(documents))
+    for key, number in by_key:
+        if key >= limit:
             break
         if documents[number]["sampling_key"] not in seen:
             tokens += min(int(documents[number]["length"]), args.context_length)
         seen.add(documents[number]["sampling_key"])
         if tokens >= held_out_tokens:
-            limit = place + 1
-    held = [number for place, number in by_place if place < limit]
+            limit = key + 1
+    held = [number for key, number in by_key if key < limit]
     return held, [number for number in range(len(documents)) if number not in set(held)]
 
 
@@ -198,10 +198,10 @@ def corpora(draw_):
         "even": rng.integers(1, 513, number) // 2 * 2,
     }[draw_(st.sampled_from(["log-normal", "few sizes", "long", "even"]))].clip(1, 5000)
     sources = rng.choice(num_sources, number, p=(np.arange(num_sources) + 1) / sum(range(num_sources + 1)))
-    digests, places = rng.integers(0, 2**64, (2, number), dtype=np.uint64)
+    digests, held_out_keys = rng.integers(0, 2**64, (2, number), dtype=np.uint64)
     if copies := draw_(st.booleans()):
         some = rng.integers(0, number, number // 3) if number else np.empty(0, int)
-        for field in (lengths, digests, places):
+        for field in (lengths, digests, held_out_keys):
             field[some] = field[::-1][some]
     # Copies between sources that are drawn apart are another rule, see below.
     weighted = draw_(st.booleans()) and not copies
@@ -214,7 +214,7 @@ def corpora(draw_):
         weights=rng.choice([1.0, 0.1, 3.0, 0.25], num_sources).tolist() if weighted else [],
         intervals=draw_(st.sampled_from([[], [], [50, 300]])),
     )
-    return documents_of(lengths, sources, digests, places), args
+    return documents_of(lengths, sources, digests, held_out_keys), args
 
 
 @settings(max_examples=200, deadline=None)
@@ -226,7 +226,7 @@ def test_same_as_reading_everything_first(corpus, seed, held_out_tokens, at_once
     expected, _ = naive_split(documents, args, held_out_tokens)
     first = {int(documents["sampling_key"][number]): number for number in reversed(expected)}
     assert sorted(held) == sorted(first.values())
-    assert documents["place"][held].tolist() == sorted(documents["place"][held].tolist())
+    assert documents["held_out_key"][held].tolist() == sorted(documents["held_out_key"][held].tolist())
     try:
         drawn = draw(reservoir, args, seed)
     except ValueError as error:
@@ -258,7 +258,7 @@ def test_nothing_beyond_the_target_and_a_reserve_is_kept_and_nothing_needed_is_d
         found = reservoir_of(documents, args, 3, 2_000, at_once)
         assert found.pieces.tolist() == expected.pieces.tolist()
         assert found.limits.sampling_keys.tolist() == expected.limits.sampling_keys.tolist()
-        assert found.limits.place == expected.limits.place
+        assert found.limits.held_out_limit == expected.limits.held_out_limit
         for one, other in zip(found.counted(2), expected.counted(2), strict=True):
             assert np.array_equal(one, other)
 
@@ -267,11 +267,11 @@ def test_what_may_be_needed_is_told_before_tokenising():
     """A document that no length up to its bytes would keep is not needed; one that is kept always is."""
     rng = np.random.default_rng(0)
     lengths = np.exp(rng.normal(4.6, 1.2, 20_000)).astype(int).clip(1, 3000)
-    places = rng.integers(0, 2**64, 20_000, dtype=np.uint64)
-    documents = documents_of(lengths, None, None, places)
+    held_out_keys = rng.integers(0, 2**64, 20_000, dtype=np.uint64)
+    documents = documents_of(lengths, None, None, held_out_keys)
     args = arguments(target_tokens=40_000)
     reservoir = reservoir_of(documents, args, 3, 2_000)
-    needed = reservoir.may_need(documents["sampling_key"], places, lengths * 3, 0)
+    needed = reservoir.may_need(documents["sampling_key"], held_out_keys, lengths * 3, 0)
     assert 0.01 < needed.mean() < 0.3
     again = reservoir_of(documents[needed], args, 3, 2_000)
     alike = ~np.isin(reservoir.group, [reservoir.groups.short])

@@ -18,7 +18,7 @@ from data_helpers import documents_of, read_all, reservoir_of, texts_of
 
 from pod.commands.data import start
 from pod.data import DataArgs, prepare
-from pod.data.read.discovery import check_places
+from pod.data.read.discovery import check_sources
 from pod.data.read.work_shards import plan_work_shards
 from pod.data.rows.overview import overview
 from pod.data.run.data_progress import Progress
@@ -142,7 +142,7 @@ def test_a_mistyped_place_answers_at_once(monkeypatch):
 def test_a_missing_source_is_told_before_the_hub_is_asked(tmp_path, monkeypatch, capsys, name, says):
     (tmp_path / "texts" / "folder").mkdir(parents=True)
     monkeypatch.setattr("pod.tokenizer.load_tokenizer", lambda *_, **__: pytest.fail("asked the hub"))
-    monkeypatch.setattr("pod.commands.ahead.check_lengths", lambda *_: pytest.fail("asked the hub"))
+    monkeypatch.setattr("pod.commands.later_refusals.check_lengths", lambda *_: pytest.fail("asked the hub"))
     words = [
         "pod data",
         str(tmp_path / "texts" / name),
@@ -161,7 +161,7 @@ def test_a_missing_source_is_told_before_the_hub_is_asked(tmp_path, monkeypatch,
 def test_a_pattern_that_matches_passes(tmp_path):
     (tmp_path / "deep" / "er").mkdir(parents=True)
     (tmp_path / "deep" / "er" / "[1].txt").write_text("a text")
-    check_places([f"{tmp_path}/**/*.txt", f"{tmp_path}/deep/er/[1].txt", "hub:some/set", "stdlib:"])
+    check_sources([f"{tmp_path}/**/*.txt", f"{tmp_path}/deep/er/[1].txt", "hub:some/set", "stdlib:"])
 
 
 def test_finished_rows_stay_when_their_sources_are_gone(tmp_path, monkeypatch, capsys):

@@ -160,7 +160,7 @@ def test_no_text_has_more_tokens_than_are_foretold(byte_tokenizer, tokenizer, ha
     assert len(Encoder(growing)(["\ufdfa"])[0]) > Encoder(byte_tokenizer).most_tokens(3)
 
 
-def split_place(text):
+def key_of_opening(text):
     """The definition, spelled out again."""
     opening = " ".join(re.findall(r"[^\W_]+", text[:1920].lower())[:48])
     return int(hashlib.sha256(opening.encode("utf-8", "surrogatepass")).hexdigest()[:16], 16)
@@ -169,34 +169,34 @@ def split_place(text):
 def test_identity_of_a_document(make_text, hard_texts):
     texts = [*hard_texts, *(make_text(length, seed=length) for length in (1, 47, 48, 49, 500)), "\ud800 a"]
     for text in texts:
-        place, digest, num_bytes = identity(Document(text, "s", "n"))
-        assert place == split_place(text) < 2**64
+        key, digest, num_bytes = identity(Document(text, "s", "n"))
+        assert key == key_of_opening(text) < 2**64
         expected = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:8]
         assert digest.to_bytes(8, "little") == expected
         assert num_bytes == len(text.encode("utf-8", "surrogatepass"))
     assert len({identity(Document(text, "s", "n"))[1] for text in texts}) == len(texts)
-    place, digest, num_bytes = identity(Document(texts[-2], "other", "name", origin="elsewhere"))
+    key, digest, num_bytes = identity(Document(texts[-2], "other", "name", origin="elsewhere"))
     copy = identity(Document("\n * " + texts[-2].upper().replace(" ", ", ") + " end", "s", "n"))
-    assert copy[0] == place and copy[1] != digest
+    assert copy[0] == key and copy[1] != digest
 
 
 def test_identity_of_a_document_of_tokens():
     tokens = np.arange(200, dtype=np.uint32) + 70_000
-    place, digest, size = identity(Document("", "s", "n", tokens))
+    key, digest, size = identity(Document("", "s", "n", tokens))
     raw = b"".join(int(token).to_bytes(4, "little") for token in tokens)
     assert digest.to_bytes(8, "little") == hashlib.sha256(raw).digest()[:8] and size == len(tokens)
-    assert place == int(hashlib.sha256(raw[:256]).hexdigest()[:16], 16)
+    assert key == int(hashlib.sha256(raw[:256]).hexdigest()[:16], 16)
     other = tokens.copy()
     other[64] += 1
-    assert identity(Document("", "s", "n", other))[0] == place
+    assert identity(Document("", "s", "n", other))[0] == key
     assert identity(Document("", "s", "n", other))[1] != digest
     other[63] += 1
-    assert identity(Document("", "s", "n", other))[0] != place
+    assert identity(Document("", "s", "n", other))[0] != key
     strided = np.repeat(tokens, 2)[::2]
-    assert identity(Document("", "s", "n", strided)) == (place, digest, 200)
-    # 4,000 documents divide evenly over places.
-    places = [identity(Document(f"text number {n}", "s", "n"))[0] for n in range(4000)]
-    assert 300 < sum(place < 2**64 // 10 for place in places) < 500
+    assert identity(Document("", "s", "n", strided)) == (key, digest, 200)
+    # 4,000 documents divide evenly over keys.
+    keys = [identity(Document(f"text number {n}", "s", "n"))[0] for n in range(4000)]
+    assert 300 < sum(key < 2**64 // 10 for key in keys) < 500
 
 
 def test_identity_of_a_tokenizer_survives_saving_and_use(tmp_path, byte_tokenizer, tokenizer):

@@ -162,11 +162,11 @@ def test_transformers_lays_an_export_out_by_whole_layers():
 
 
 def test_explore_takes_the_gpus_of_its_rank(monkeypatch):
-    from pod.plan.exploration import _where
+    from pod.plan.exploration import placement_arguments
 
     for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    assert _where() == {"device": "cpu"}
+    assert placement_arguments() == {"device": "cpu"}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10, 20))
     for count, ranks, rank, expected in (
@@ -178,4 +178,4 @@ def test_explore_takes_the_gpus_of_its_rank(monkeypatch):
         monkeypatch.setattr(torch.cuda, "device_count", lambda count=count: count)
         monkeypatch.setenv("WORLD_SIZE", str(ranks))
         monkeypatch.setenv("LOCAL_RANK", str(rank))
-        assert _where() == expected
+        assert placement_arguments() == expected

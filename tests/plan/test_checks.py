@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pod.modeling.model.sharing import SharingPlan
-from pod.plan.align import align
+from pod.plan.align_heads import align
 from pod.plan.costs import cost_shapes, match_query_heads, total_costs
 from pod.plan.measured_costs import head_scores
 from pod.plan.plan_report import similarity_picture

@@ -8,7 +8,7 @@ import torch
 from test_layout_search import CONTEXT, LLAMA3_8B, PAPER, SHARED, machine
 
 from pod.training.args import TrainRecipe
-from pod.training.predict.layout_search import plan
+from pod.training.predict.layout_search import choose_layout
 from pod.training.run import config_sync
 from pod.training.run.config_sync import agree, agree_on_layout, least_machine, note_neighbours
 from pod.training.run.mesh import join_ranks
@@ -89,7 +89,7 @@ def test_two_processes_that_disagree_get_the_same_error(estimate_results):
 
 
 def planned(machine):
-    return plan(TrainRecipe(**PAPER), LLAMA3_8B, SHARED, CONTEXT, machine)
+    return choose_layout(TrainRecipe(**PAPER), LLAMA3_8B, SHARED, CONTEXT, machine)
 
 
 @pytest.mark.slow

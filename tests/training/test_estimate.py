@@ -31,12 +31,12 @@ from pod.training.predict.memory_estimate import (
 )
 from pod.training.predict.shapes import Shapes
 from pod.training.predict.step_time import (
-    attention_flops,
     communication,
     exchanged_bytes,
     get_device,
     gradient_bytes,
     known_device,
+    rank_attention_flops,
     rank_flops,
     step_time,
     weight_bytes,
@@ -322,7 +322,7 @@ def test_operations_are_six_per_weight_and_token_plus_attention():
     tokens, head = 4096, LLAMA3_8B.embedding_parameters
     linear = 32 * (LLAMA3_8B.layer_parameters - 2 * 4096)
     expected = 6.0 * tokens * linear + 8.0 * tokens * head
-    attention = attention_flops(job(args, context=tokens))
+    attention = rank_attention_flops(job(args, context=tokens))
     assert rank_flops(job(args, context=tokens)) == pytest.approx(expected + 3.5 * attention, rel=1e-12)
     assert attention == 32 * 4 * 128 * 32 * tokens * (tokens + 1) / 2
 
@@ -331,14 +331,14 @@ def test_a_window_multiplies_with_its_tokens_only():
     args, near = TrainArgs(), 1024 * 1025 / 2 + 3072 * 1024
     window = Shapes(**vars(LLAMA3_8B) | {"windows": (0, 1024)})
     windows, half = ((None,) * 8,) * 32, tuple((layer, None) * 4 for layer in range(32))
-    assert attention_flops(job(args, windows, window, 4096)) == 32 * 4 * 128 * 32 * near
+    assert rank_attention_flops(job(args, windows, window, 4096)) == 32 * 4 * 128 * 32 * near
     every = 4096 * 4097 / 2
-    assert attention_flops(job(args, half, window, 4096)) == 32 * 4 * 128 * 16 * (near + every)
+    assert rank_attention_flops(job(args, half, window, 4096)) == 32 * 4 * 128 * 16 * (near + every)
     # four ranks compute two heads each, of which one sees everything; eight two halves of heads, sixteen two
     # query heads
     for size, waited in ((4, 4 * (near + every)), (8, 2 * (near + every)), (16, near + every)):
         ranks = TrainArgs(sequence_parallel_size=size)
-        assert attention_flops(job(ranks, half, window, 4096)) == 32 * 4 * 128 * waited
+        assert rank_attention_flops(job(ranks, half, window, 4096)) == 32 * 4 * 128 * waited
 
 
 def test_time_follows_figures():

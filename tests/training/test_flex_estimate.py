@@ -9,8 +9,8 @@ import torch
 
 from pod.modeling.model.attend import SharedQK, Tokens, Visibility, attend
 from pod.training.args import TrainArgs, TrainRecipe
-from pod.training.predict.attention_cost import attention_backend
-from pod.training.predict.layout_search import Machine, plan
+from pod.training.predict.attention_backend import attention_backend
+from pod.training.predict.layout_search import Machine, choose_layout
 from pod.training.predict.memory_estimate import TrainingJob, World, moments, training_bytes
 from pod.training.predict.shapes import Shapes
 from pod.training.predict.step_time import CPU_CORE, DEVICES
@@ -48,7 +48,9 @@ def test_what_will_run(asked, dtype, head_dim, has_gpu, runs):
     assert attention_backend(shapes, dtype, has_gpu) == runs
     device = DEVICES["h100"] if has_gpu else replace(CPU_CORE, memory_gib=64.0)
     recipe = TrainRecipe(max_steps=1, dtype=dtype)
-    assert plan(recipe, shapes, LEAD, TOKENS, Machine(World(1, 1), device, 64.0)).job.attention == runs
+    assert (
+        choose_layout(recipe, shapes, LEAD, TOKENS, Machine(World(1, 1), device, 64.0)).job.attention == runs
+    )
 
 
 @pytest.mark.parametrize(

@@ -18,9 +18,9 @@ from pod.training.predict.layout_search import (
     Machine,
     ParallelLayout,
     check_fits,
+    choose_layout,
     details,
     layout_line,
-    plan,
     table,
     this_machine,
 )
@@ -45,12 +45,16 @@ def machine(ranks: int, device: str = "h100", host_gib: float | None = None) -> 
 
 
 def large(ranks: int, device: str = "h100", host_gib: float | None = None, **settings) -> ParallelLayout:
-    return plan(TrainRecipe(**PAPER | settings), LLAMA3_8B, SHARED, CONTEXT, machine(ranks, device, host_gib))
+    return choose_layout(
+        TrainRecipe(**PAPER | settings), LLAMA3_8B, SHARED, CONTEXT, machine(ranks, device, host_gib)
+    )
 
 
 def small(ranks: int = 1, rows: int = 1, device: str = "h100", **settings) -> ParallelLayout:
     recipe = TrainRecipe(tokens_per_step=rows * 512, **settings)
-    return plan(recipe, SMALL, tuple((layer,) * 3 for layer in range(3)), 512, machine(ranks, device))
+    return choose_layout(
+        recipe, SMALL, tuple((layer,) * 3 for layer in range(3)), 512, machine(ranks, device)
+    )
 
 
 def refused(call, *arguments, **settings) -> str:
@@ -260,7 +264,7 @@ def test_ranks_rows_and_heads_that_do_not_meet_are_refused():
         small, 16, 1, sequence_parallel_size=16
     )
     assert "a multiple of the row length, 512 tokens: the nearest are 512, 1,024" in refused(
-        plan, TrainRecipe(tokens_per_step=700), SMALL, ((0,) * 3,), 512, machine(1)
+        choose_layout, TrainRecipe(tokens_per_step=700), SMALL, ((0,) * 3,), 512, machine(1)
     )
     assert "one step takes 1,024 tokens" in refused(small, 1, rows=2, total_tokens=1000)
 
@@ -336,7 +340,7 @@ def test_on_a_cpu_ranks_share_the_machine_and_nothing_is_offloaded(monkeypatch):
     cpu = this_machine(2, 2)
     assert (cpu.device.memory_gib, cpu.has_gpu) == (4, False)
     recipe = TrainRecipe(tokens_per_step=2048)
-    layout = plan(recipe, SMALL, ((0,) * 3,) * 3, 2048, cpu)
+    layout = choose_layout(recipe, SMALL, ((0,) * 3,) * 3, 2048, cpu)
     assert layout.job.args.sequence_parallel_size == 2 and layout.host == {}
     tried = list(layout_search.memory_settings(recipe, ((0,) * 3,) * 3, cpu))
     assert {one["offload_optimizer"] for one in tried} == {"none"} and {
@@ -347,7 +351,7 @@ def test_on_a_cpu_ranks_share_the_machine_and_nothing_is_offloaded(monkeypatch):
     }
     monkeypatch.setattr(layout_search, "host_memory_bytes", lambda: 2**20)
     assert "of 0.0 usable GiB per rank (92% of cpu)" in refused(
-        check_fits, plan(recipe, SMALL, ((0,) * 3,) * 3, 2048, this_machine(2, 2))
+        check_fits, choose_layout(recipe, SMALL, ((0,) * 3,) * 3, 2048, this_machine(2, 2))
     )
 
 
@@ -356,7 +360,7 @@ def test_a_cpu_without_bfloat16_says_so_and_its_time_is_that(monkeypatch):
     said, seconds = [], []
     for speed, dtype in ((0.1, "bfloat16"), (0.1, "float32"), (3.0, "bfloat16")):
         monkeypatch.setattr(layout_search, "bfloat16_speed", lambda speed=speed: speed)
-        layout = plan(
+        layout = choose_layout(
             TrainRecipe(tokens_per_step=2048, dtype=dtype), SMALL, ((0,) * 3,) * 3, 2048, this_machine(1, 1)
         )
         said.append("train.dtype=float32" in table(layout, None))
@@ -390,7 +394,7 @@ def test_the_table_says_what_a_plan_does_and_how_evenly():
     shares = {}
     for size in (1, 4, 8):
         recipe = TrainRecipe(tokens_per_step=8 * CONTEXT, sequence_parallel_size=size)
-        text = details(plan(recipe, window, lead, CONTEXT, machine(8)))
+        text = details(choose_layout(recipe, window, lead, CONTEXT, machine(8)))
         assert "128 (layer, KV head) pairs lead, 8 follow, 120 keep their window" in text
         shares[size] = float(text.split("the busiest rank computes ")[1].split(" x ")[0])
     assert shares[1] == shares[4] == 1.0

@@ -9,7 +9,14 @@ import pytest
 
 from pod.training.args import TrainArgs, TrainRecipe
 from pod.training.predict import layout_search
-from pod.training.predict.layout_search import FIT, ParallelLayout, check_fits, plan, table, this_machine
+from pod.training.predict.layout_search import (
+    FIT,
+    ParallelLayout,
+    check_fits,
+    choose_layout,
+    table,
+    this_machine,
+)
 from pod.training.predict.memory_estimate import World
 from pod.training.predict.reserve import COMMUNICATOR, CONTEXT, WORKSPACES, communicators, reserve
 from pod.training.predict.shapes import Shapes
@@ -24,7 +31,7 @@ SMALL = Shapes(
 def small(device: str = "h100", ranks: int = 1, **settings) -> ParallelLayout:
     machine = this_machine(ranks, ranks, get_device(device))
     recipe = TrainRecipe(tokens_per_step=8 * 512, **settings)
-    return plan(recipe, SMALL, tuple((layer,) * 3 for layer in range(3)), 512, machine)
+    return choose_layout(recipe, SMALL, tuple((layer,) * 3 for layer in range(3)), 512, machine)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +74,7 @@ def test_more_ranks_leave_less(monkeypatch):
 
 def test_a_cpu_reserves_nothing():
     machine = this_machine(1, 1, replace(CPU_CORE, memory_gib=32.0))
-    layout = plan(TrainRecipe(dtype="float32"), SMALL, ((0,) * 3, (1,) * 3, (2,) * 3), 512, machine)
+    layout = choose_layout(TrainRecipe(dtype="float32"), SMALL, ((0,) * 3, (1,) * 3, (2,) * 3), 512, machine)
     assert layout.reserve == {} and layout.share == layout.needed_bytes / GIB / 32
     assert "reserve" not in table(layout, None)
 

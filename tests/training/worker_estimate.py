@@ -42,11 +42,13 @@ def layouts(rank: int) -> dict[str, str]:
     from test_layout_search import CONTEXT, LLAMA3_8B, PAPER, SHARED, machine
 
     from pod.training.args import TrainRecipe
-    from pod.training.predict.layout_search import layout_line, plan
+    from pod.training.predict.layout_search import choose_layout, layout_line
     from pod.training.run.config_sync import agree_on_layout
 
     recipe = TrainRecipe(**PAPER)
-    layout = plan(recipe, LLAMA3_8B, SHARED, CONTEXT, machine(8, f"h100,memory_gib={20 if rank else 80}"))
+    layout = choose_layout(
+        recipe, LLAMA3_8B, SHARED, CONTEXT, machine(8, f"h100,memory_gib={20 if rank else 80}")
+    )
     return {"alone": layout_line(layout), "agreed": layout_line(agree_on_layout(layout, recipe))}
 
 

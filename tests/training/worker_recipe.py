@@ -15,7 +15,7 @@ def train(out: Path, data: Path, size: int) -> None:
     """Losses of all steps, and the rows that each data-parallel rank read for them."""
     from pod.data import PackedDataset
     from pod.training.args import TrainRecipe
-    from pod.training.predict.layout_search import plan, this_machine
+    from pod.training.predict.layout_search import choose_layout, this_machine
     from pod.training.predict.shapes import Shapes
     from pod.training.run.mesh import Mesh, stop_processes
     from pod.training.run.trainer import Trainer
@@ -31,7 +31,7 @@ def train(out: Path, data: Path, size: int) -> None:
         prefetch_steps=0,
         sequence_parallel_size=size,
     )
-    layout = plan(
+    layout = choose_layout(
         recipe, Shapes.from_config(model.config), model.model.lead, dataset.context_length, this_machine()
     )
     mesh = Mesh(size)

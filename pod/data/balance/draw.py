@@ -49,10 +49,11 @@ def draw(reservoir: Reservoir, args: DataArgs, seed: int) -> Drawn:
         groups = _groups(report, shares[number], supply[number], args)
         carry = 0
         for one in sorted(groups, key=_Group.freedom):
-            start, stop = starts[number * len(groups) + one.source :][:2].tolist()
+            at = number * len(groups) + one.source
+            start, stop = int(starts[at]), int(starts[at + 1])
             passes = one.draw(lengths[start:stop], carry)
             carry += one.quota - int(lengths[start + passes[-1]].sum())
-            drawn += [(nth, start + at) for nth, at in enumerate(passes)]
+            drawn += [(nth, start + positions) for nth, positions in enumerate(passes)]
     _count(drawn, pieces, group, intervals, shares, reservoir)
     found = _shuffled(drawn, pieces, seed)
     if not len(found):

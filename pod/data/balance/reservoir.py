@@ -60,19 +60,19 @@ class LengthGroups:
         self.total = self.held + self.sources
         self.skips_long = args.long_documents == "skip"
 
-    def of(self, pieces: np.ndarray, place: int) -> np.ndarray:
+    def of(self, pieces: np.ndarray, held_out_limit: int) -> np.ndarray:
         """Group of each piece, int64 [n].
 
         Args:
             pieces: PIECE [n].
-            place: limit of the held-out split: documents whose `PIECE["place"]` is below it are held out.
+            held_out_limit: see `Limits.held_out_limit`.
         """
         source = pieces["source"].astype(np.int64) if self.sources > 1 else np.zeros(len(pieces), np.int64)
         group = interval_of(pieces["length"], self.bounds) * self.sources + source
         group[pieces["length"] < self.least] = self.short
         if self.skips_long:
             group[pieces["document"] > self.bounds[-1]] = self.long
-        held = pieces["place"] < place
+        held = pieces["held_out_key"] < held_out_limit
         group[held] = self.held + source[held]
         return group
 
@@ -87,8 +87,8 @@ class Limits:
 
     sampling_keys: np.ndarray
     """Largest sampling key that is kept in each group, uint64 [all groups]."""
-    place: int
-    """Documents whose `PIECE["place"]` is below this number are held out."""
+    held_out_limit: int
+    """Documents whose `PIECE["held_out_key"]` is below this number are held out."""
 
 
 class Counted(NamedTuple):
@@ -146,12 +146,14 @@ class Reservoir:
         pieces["first"] = cut == 0
         return pieces
 
-    def may_need(self, digests: np.ndarray, places: np.ndarray, most: np.ndarray, source: int) -> np.ndarray:
+    def may_need(
+        self, digests: np.ndarray, held_out_keys: np.ndarray, most: np.ndarray, source: int
+    ) -> np.ndarray:
         """Whether any piece of each document may be kept, bool [n]. Other documents need not be tokenised.
 
         Args:
             digests: digests of the documents, uint64 [n].
-            places: their places in the held-out split, uint64 [n].
+            held_out_keys: their keys for the held-out split, uint64 [n].
             most: tokens that they have at most, int64 [n].
             source: index of the source of all of them.
         """
@@ -162,7 +164,7 @@ class Reservoir:
         number, cut = _cuts(most, context)
         sampling_keys = sampling_keys_of(digests[number], cut, self.seed)
         longest = np.minimum(most[number] - cut * context, context)
-        wanted = places < np.uint64(self.limits.place)
+        wanted = held_out_keys < np.uint64(self.limits.held_out_limit)
         found = sampling_keys <= reach[interval_of(longest, self.groups.bounds)]
         wanted[number[found]] = True
         if self.groups.skips_long:
@@ -178,7 +180,7 @@ class Reservoir:
 
     def add(self, pieces: np.ndarray) -> None:
         """Add pieces from `cut`; those above the limits are dropped."""
-        group = self.groups.of(pieces, self.limits.place)
+        group = self.groups.of(pieces, self.limits.held_out_limit)
         pieces = pieces[pieces["sampling_key"] <= self.limits.sampling_keys[group]]
         self.num_added += int(pieces["length"].sum(dtype=np.int64))
         self._added.append(pieces)
@@ -190,7 +192,7 @@ class Reservoir:
         self._added = []
         self.num_added = 0
         self._hold_out(pieces)
-        group = groups.of(pieces, limits.place)
+        group = groups.of(pieces, limits.held_out_limit)
         # stable: of equal pieces the first one stays first
         order = np.lexsort((pieces["sampling_key"], group))
         pieces, group = pieces[order], group[order]
@@ -237,14 +239,16 @@ class Reservoir:
         return self.pieces[own], self.group[own]
 
     def held_out(self) -> list[np.ndarray]:
-        """The pieces of each held-out document. Documents are sorted by their place in the held-out split."""
+        """The pieces of each held-out document. Documents are sorted by `held_out_key`."""
         held = self.pieces[(self.group >= self.groups.held) & ~self.pieces["copy"]]
         if self.args.deduplicate:
             # With weights, also copies between sources.
             held = held[np.unique(held["sampling_key"], return_index=True)[1]]
         held = held[np.lexsort((held["start"], held["work_shard"]))]
         documents = np.split(held, np.flatnonzero(held["first"])[1:]) if len(held) else []
-        return sorted(documents, key=lambda pieces: (int(pieces["place"][0]), int(pieces["sampling_key"][0])))
+        return sorted(
+            documents, key=lambda pieces: (int(pieces["held_out_key"][0]), int(pieces["sampling_key"][0]))
+        )
 
     def counted(self, num_sources: int) -> Counted:
         """Count the pieces and tokens of all that was added. Held-out text has its own groups."""
@@ -279,14 +283,15 @@ class Reservoir:
 
         A document counts with the tokens of its first piece, so with the context length at most.
         """
-        own = pieces[pieces["first"] & (pieces["place"] < self.limits.place)]
+        own = pieces[pieces["first"] & (pieces["held_out_key"] < self.limits.held_out_limit)]
         own = own[np.unique(own["sampling_key"], return_index=True)[1]]
-        own = own[np.argsort(own["place"], kind="stable")]
+        own = own[np.argsort(own["held_out_key"], kind="stable")]
         total = np.cumsum(own["length"], dtype=np.int64)
         last = int(np.searchsorted(total, self.held_out_tokens))
         if last < len(own):
-            # + 1: documents with the same place are all held out, or none of them.
-            self.limits.place, self.held_out_full = int(own["place"][last]) + 1, True
+            # + 1: documents with the same key are all held out, or none of them.
+            self.limits.held_out_limit = int(own["held_out_key"][last]) + 1
+            self.held_out_full = True
 
     def _needed(self, number: int, lengths: np.ndarray, quotas: list[int]) -> int:
         """How many of a group's pieces, in the order of their sampling keys, are kept."""

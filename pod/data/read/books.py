@@ -26,10 +26,10 @@ def split_fragment(source: str) -> tuple[str, Splitter | None]:
     match = _FRAGMENT.search(source)
     if match is None:
         return source, None
-    place, kind = source[: match.start()], match.group(1)
+    without_fragment, kind = source[: match.start()], match.group(1)
     if kind == "essays":
-        return place, split_essays
-    return place, lambda text: split_chapters(text, int(match.group(2)))
+        return without_fragment, split_essays
+    return without_fragment, lambda text: split_chapters(text, int(match.group(2)))
 
 
 def split_essays(text: str) -> list[str]:

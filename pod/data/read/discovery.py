@@ -1,7 +1,7 @@
 """Which files a source names, in a fixed order.
 
 A source is a file, a folder, a glob, a URL, a MosaicML folder, the standard library or a file of a package.
-In this file a *place* is a source without its fragment: `texts/a.json` of `texts/a.json#essays`.
+The functions here take a source without its fragment: `texts/a.json` of `texts/a.json#essays`.
 """
 
 import glob
@@ -51,22 +51,22 @@ class Files:
     """Folders that cannot be listed, and files of an unknown type, each with the reason."""
 
 
-def files_of(place: str, include: tuple[str, ...] = ()) -> Files:
+def files_of(source: str, include: tuple[str, ...] = ()) -> Files:
     """The files of a source. Sources on the Hugging Face hub are not files (see `hub_spec`).
 
     Args:
-        place: the source without its fragment.
+        source: the source without its fragment.
         include: patterns of the names of files to read; empty = all files of a known type.
 
     Raises:
         ValueError: in one line: the source does not exist, or has no file that can be read.
     """
-    if place.startswith("stdlib:"):
-        folder = Path(sysconfig.get_paths()["stdlib"], place.removeprefix("stdlib:"))
+    if source.startswith("stdlib:"):
+        folder = Path(sysconfig.get_paths()["stdlib"], source.removeprefix("stdlib:"))
         return replace(_folder_files(folder, ("*.py",), STDLIB_OUTSIDE), tolerate=True)
-    if is_remote(place):
-        return _found(remote_files(place), include)
-    path = _local_path(place)
+    if is_remote(source):
+        return _found(remote_files(source), include)
+    path = _local_path(source)
     if path.is_file():
         if not include and not is_known(path):
             raise ValueError(
@@ -76,15 +76,15 @@ def files_of(place: str, include: tuple[str, ...] = ()) -> Files:
         return Files(_file_or_shards(str(path)))
     if path.is_dir():
         return _folder_files(path, include)
-    if glob.has_magic(place):
+    if glob.has_magic(source):
         names = sorted(_matching(path))
         if names:
             return _found(names, include)
-        raise _matches_nothing(place)
-    raise _absent(place)
+        raise _matches_nothing(source)
+    raise _absent(source)
 
 
-def check_places(sources: Iterable[str]) -> None:
+def check_sources(sources: Iterable[str]) -> None:
     """Refuse local sources that do not exist, and patterns that no file matches.
 
     This is quick: hub names and URLs are not looked up, folders are not listed, and a pattern is searched
@@ -96,20 +96,20 @@ def check_places(sources: Iterable[str]) -> None:
     Raises:
         ValueError: one of them does not exist or matches no file; the message is one line.
     """
-    for place in sources:
-        if place.startswith("stdlib:") or is_remote(place) or hub_spec(place) is not None:
+    for source in sources:
+        if source.startswith("stdlib:") or is_remote(source) or hub_spec(source) is not None:
             continue
-        path = _local_path(place)
+        path = _local_path(source)
         if path.exists():
             continue
-        if not glob.has_magic(place):
-            raise _absent(place)
+        if not glob.has_magic(source):
+            raise _absent(source)
         if next(_matching(path), None) is None:
-            raise _matches_nothing(place)
+            raise _matches_nothing(source)
 
 
-def _local_path(place: str) -> Path:
-    return _package_path(place) if place.startswith("package:") else Path(place).expanduser()
+def _local_path(source: str) -> Path:
+    return _package_path(source) if source.startswith("package:") else Path(source).expanduser()
 
 
 def _matching(pattern: Path) -> Iterator[str]:
@@ -117,23 +117,23 @@ def _matching(pattern: Path) -> Iterator[str]:
     return (name for name in glob.iglob(str(pattern), recursive=True) if os.path.isfile(name))
 
 
-def _matches_nothing(place: str) -> ValueError:
-    return ValueError(f"no file matches {place!r}: correct data.sources")
+def _matches_nothing(source: str) -> ValueError:
+    return ValueError(f"no file matches {source!r}: correct data.sources")
 
 
-def _absent(place: str) -> ValueError:
+def _absent(source: str) -> ValueError:
     return ValueError(
-        f"source {place!r} does not exist here: give a file, folder or pattern on this machine, a URL "
+        f"source {source!r} does not exist here: give a file, folder or pattern on this machine, a URL "
         "(s3://, https://), hub:<id> for a data set of the Hugging Face hub, stdlib: or "
         "package:<name>/<file>"
     )
 
 
-def hub_spec(place: str) -> tuple[str, str | None, str] | None:
+def hub_spec(source: str) -> tuple[str, str | None, str] | None:
     """(id, config, split) of a source `hub:<id>[:<config>][@<split>]`; None for any other source."""
-    if not place.startswith("hub:"):
+    if not source.startswith("hub:"):
         return None
-    rest, _, split = place.removeprefix("hub:").partition("@")
+    rest, _, split = source.removeprefix("hub:").partition("@")
     name, _, config = rest.partition(":")
     return name, config or None, split or "train"
 
@@ -251,9 +251,9 @@ def _walk(
             yield from _walk(os.path.join(folder, name), unreadable, outside, above | {real})
 
 
-def _package_path(place: str) -> Path:
+def _package_path(source: str) -> Path:
     """The file of `package:<import name>/<relative file>`, found without importing the package."""
-    name, _, relative = place.removeprefix("package:").partition("/")
+    name, _, relative = source.removeprefix("package:").partition("/")
     try:
         spec = importlib.util.find_spec(name)
     except (ImportError, ValueError):
@@ -261,7 +261,8 @@ def _package_path(place: str) -> Path:
     folders = list(spec.submodule_search_locations or []) if spec is not None else []
     if not folders:
         raise ValueError(
-            f"source {place!r}: package {name!r} is not installed; install it with pip, or remove this source"
+            f"source {source!r}: package {name!r} is not installed; install it with pip, or remove this "
+            "source"
         )
     paths = [Path(folder, relative) for folder in folders]
     return next((path for path in paths if path.exists()), paths[0])

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,6 +33,14 @@ class HubShard(NamedTuple):
         return f"hub data set {self.name!r}{config} split {self.split!r}{part}"
 
 
+@dataclass
+class _Position:
+    """Where the reading of a shard has arrived."""
+
+    record: int = 0
+    """Number of the record, from 0, that an error of reading names."""
+
+
 def hub_shards(name: str, config: str | None, split: str) -> list[HubShard]:
     """The shards of a data set at its present commit.
 
@@ -39,7 +48,7 @@ def hub_shards(name: str, config: str | None, split: str) -> list[HubShard]:
         ValueError: the data set cannot be found or read.
     """
     whole = HubShard(name, config, split)
-    with _named(whole, [0]):
+    with _named(whole, _Position()):
         whole = whole._replace(revision=revision_of(name))
         count = int(getattr(_load(whole), "num_shards", 1) or 1)
     return [whole._replace(index=index, count=count) for index in range(count)]
@@ -51,19 +60,19 @@ def read_hub(shard: HubShard, fields: Fields, bad: Bad) -> Iterator[Record]:
     Raises:
         ValueError: the connection broke off. `unreadable="skip"` does not skip this.
     """
-    number = [0]
-    with _named(shard, number):
+    position = _Position()
+    with _named(shard, position):
         stream = _load(shard)
         if shard.count > 1:
             stream = stream.shard(num_shards=shard.count, index=shard.index, contiguous=True)
         columns = getattr(stream, "column_names", None)
         if columns and fields.content in columns:
             stream = stream.select_columns([name for name in fields.names if name in columns])
-        for values in stream:
-            where = f"{shard.where} record {number[0]}"
-            number[0] += 1
+        for number, values in enumerate(stream):
+            position.record = number + 1
+            where = f"{shard.where} record {number}"
             try:
-                record = fields.record(number[0] - 1, values, where)
+                record = fields.record(number, values, where)
             except BadRecord as error:
                 bad(str(error))
                 continue
@@ -86,14 +95,14 @@ def _load(shard: HubShard) -> Any:
 
 
 @contextmanager
-def _named(shard: HubShard, number: list[int]) -> Iterator[None]:
-    """Turn errors of the block into a ValueError of one line that names the shard and record `number[0]`."""
+def _named(shard: HubShard, position: _Position) -> Iterator[None]:
+    """Turn errors of the block into a ValueError of one line that names the shard and `position.record`."""
     try:
         yield
     except (UnreadableFile, BadRecord):
         raise
     except (OSError, ValueError, RuntimeError) as error:
         raise ValueError(
-            f"{shard.where} cannot be read at record {number[0]} ({one_line(error)}): "
+            f"{shard.where} cannot be read at record {position.record} ({one_line(error)}): "
             "check the id, config and split, the network, or use a local copy"
         ) from error

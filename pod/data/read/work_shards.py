@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -67,6 +67,14 @@ class FilePart(NamedTuple):
         packed = is_compressed(self.path) or kind_of(self.path) == "parquet"
         return max(self.size, 0) * (COMPRESSION if packed else 1)
 
+    def fingerprint_fields(self) -> list[Any]:
+        """What a fingerprint says of it: absolute path, size, time of change, range and MosaicML shard."""
+        path = self.path if is_remote(self.path) else os.path.abspath(self.path)
+        shard = None
+        if self.shard is not None:
+            shard = [self.shard.columns, self.shard.samples, self.shard.raw_bytes, self.shard.file_bytes]
+        return [path, self.size, self.mtime_ns, self.start, self.stop, shard]
+
     def check_unchanged(self) -> None:
         """Raise `ValueError` when the file has been changed since the work shard was planned."""
         if _state(self.path) != (self.size, self.mtime_ns):
@@ -106,9 +114,7 @@ class WorkShard:
 
         The settings are no part of it.
         """
-        paths = [one.path if is_remote(one.path) else os.path.abspath(one.path) for one in self.files]
-        parts = [[*one[1:5], one.shard and one.shard[2:]] for one in self.files]
-        files = [[path, *part] for path, part in zip(paths, parts, strict=True)]
+        files = [one.fingerprint_fields() for one in self.files]
         content = [READING_VERSION, files, self.hub, self.tolerate, self.left_out, self.split]
         return hashlib.sha256(json.dumps(content).encode("utf-8", "surrogatepass")).hexdigest()
 
@@ -122,13 +128,13 @@ def plan_work_shards(args: DataArgs) -> list[WorkShard]:
     """
     work_shards = []
     for source, spec in enumerate(args.sources):
-        place, _ = split_fragment(spec)
-        hub = hub_spec(place)
-        split = spec[len(place) + 1 :]
+        without_fragment, _ = split_fragment(spec)
+        hub = hub_spec(without_fragment)
+        split = spec[len(without_fragment) + 1 :]
         if hub is not None:
             work_shards += [WorkShard(source, spec, hub=shard, split=split) for shard in hub_shards(*hub)]
             continue
-        files = files_of(place, tuple(args.include))
+        files = files_of(without_fragment, tuple(args.include))
         if files.unreadable and args.unreadable == "error" and not files.tolerate:
             raise ValueError(
                 f"{files.unreadable[0]} ({len(files.unreadable)} in total): correct it, choose the files to "
@@ -197,8 +203,8 @@ def _read_hub_shard(
     """The documents of a shard of a hub data set."""
     if hub.index == 0:
         report.files += 1
-    place, _ = split_fragment(work_shard.spec)
-    prefix = f"{place}:{hub.index}:" if hub.count > 1 else f"{place}:"
+    without_fragment, _ = split_fragment(work_shard.spec)
+    prefix = f"{without_fragment}:{hub.index}:" if hub.count > 1 else f"{without_fragment}:"
     bad = _policy(work_shard, args, report)
     try:
         records = read_hub(hub, Fields.from_args(args), bad)

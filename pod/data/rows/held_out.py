@@ -47,7 +47,7 @@ def write_held_out(folder: Path, documents: Iterable[np.ndarray], vocab_size: in
 def held_out_documents(path: str | Path, tokenizer: Any = None) -> list[np.ndarray]:
     """The held-out documents of prepared data: token ids [n] of each, mapped from the file.
 
-    They are sorted by their place in the held-out split, a hash of their first words.
+    They are sorted by their keys for the held-out split, a hash of their first words.
 
     Args:
         path: a folder that `pod data` wrote.

@@ -30,7 +30,7 @@ def best_fit_rows(lengths: np.ndarray, context_length: int, window: int) -> tupl
         some = np.asarray(lengths[start : start + window], dtype=np.int64)
         longest_first = np.argsort(-some, kind="stable")
         order[start : start + window] = start + longest_first
-        row_of[start : start + window] = [rows.place(length) for length in some[longest_first].tolist()]
+        row_of[start : start + window] = [rows.put(length) for length in some[longest_first].tolist()]
         rows.close_fullest(len(rows.open) - window)
     rows.close_fullest(len(rows.open))
     rank = np.argsort(rows.closed)
@@ -58,7 +58,7 @@ class _PackedRows:
         self.open: list[tuple[int, int]] = []
         self.closed: list[int] = []
 
-    def place(self, length: int) -> int:
+    def put(self, length: int) -> int:
         """Put a document of `length` tokens into a row, and return the number of the row.
 
         It is the fullest open row with enough free tokens, else a new one. A row that is then full is closed.

@@ -69,7 +69,8 @@ def slowest_interval(reservoir: Reservoir) -> tuple[str, float]:
         reservoir.group[own], weights=reservoir.pieces["length"][own], minlength=groups.count
     )
     quota = share_of(args, groups.intervals)
-    wanted = share_out(quota, [quota] * groups.sources, args.weights or [1.0]) * groups.intervals
+    of_sources = share_out(quota, [quota] * groups.sources, args.weights or [1.0])
+    wanted = np.tile(of_sources, groups.intervals)
     filled = np.minimum(1.0, tokens / np.maximum(1, wanted))
     number = int(np.argmin(filled))
     return interval_name(*groups.ends(number)), float(filled[number])

@@ -107,11 +107,11 @@ def newer_source(args: DataArgs, folder: Path) -> str | None:
     """A local source file that was changed after the rows in `folder` were made; None if there is none."""
     made = (folder / MANIFEST_NAME).stat().st_mtime_ns
     for source in args.sources:
-        place, _ = split_fragment(source)
-        if is_remote(place) or hub_spec(place) is not None:
+        without_fragment, _ = split_fragment(source)
+        if is_remote(without_fragment) or hub_spec(without_fragment) is not None:
             continue
         with suppress(ValueError, OSError):  # a source that is gone is no news: the rows are complete
-            for file in files_of(place, tuple(args.include)).found:
+            for file in files_of(without_fragment, tuple(args.include)).found:
                 if os.stat(file.path).st_mtime_ns > made:
                     return file.path
     return None

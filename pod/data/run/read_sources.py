@@ -195,12 +195,12 @@ def _tokenised(
     identities = [identity(document) for document in batch]
     found = np.zeros(len(batch), PIECE)
     found["sampling_key"] = [one.digest for one in identities]
-    found["place"] = [one.place for one in identities]
+    found["held_out_key"] = [one.held_out_key for one in identities]
     found["source"] = work_shard.source
     around = len(job.boundary.before) + len(job.boundary.after)
     most = np.array([job.encoder.most_tokens(one.size) + around for one in identities])
     chosen = np.flatnonzero(
-        reservoir.may_need(found["sampling_key"], found["place"], most, work_shard.source)
+        reservoir.may_need(found["sampling_key"], found["held_out_key"], most, work_shard.source)
     )
     batch = [batch[number] for number in chosen.tolist()]
     tokens, found = encode(job, batch), found[chosen]

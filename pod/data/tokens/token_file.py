@@ -22,7 +22,7 @@ from pod.data.read.documents import SourceReport
 PIECE = np.dtype(
     [
         ("sampling_key", "<u8"),
-        ("place", "<u8"),
+        ("held_out_key", "<u8"),
         ("start", "<u8"),
         ("length", "<u4"),
         ("document", "<u4"),
@@ -37,8 +37,8 @@ PIECE = np.dtype(
 
 Fields:
     sampling_key: the draw takes the pieces with the smallest keys.
-    place: place of its document in the held-out split: a hash of the document's opening, from 0 to 2**64. The
-        documents with the smallest places are held out.
+    held_out_key: a hash of the opening of its document, from 0 to 2**64. The documents with the smallest keys
+        are held out.
     start, length: where its tokens lie in the file of its work shard, counted in tokens.
     document: number of tokens in the whole document.
     work_shard: number of its work shard.

@@ -18,7 +18,7 @@ from pod.tokenizer import check_ids
 SLACK_TOKENS = 16
 """Tokens that a tokenizer may add to any text, such as SentencePiece's first space."""
 OPENING_WORDS = 48
-"""Words of a text that make up its opening (see `Identity.place`)."""
+"""Words of a text that make up its opening (see `Identity.held_out_key`)."""
 OPENING_TOKENS = 64
 """Tokens that make up the opening of a document that came as token ids."""
 PROBE = "Zwölf 12,345 naïve café — def f(x):\n\treturn x**2  # 中文 😀 I'll we'VE\r\n\n   end"
@@ -202,11 +202,11 @@ def without_surrogates(text: str) -> str:
 class Identity(NamedTuple):
     """Two hashes and the size of a document. They decide if it is held out or drawn, and what is a copy."""
 
-    place: int
-    """Place in the held-out split, [0, 2**64): the documents with the smallest places are held out.
+    held_out_key: int
+    """The documents with the smallest of these keys are held out, [0, 2**64).
 
     It is a hash of the opening: the first 48 words, with case, marks and spacing ignored. So copies that
-    differ in layout or at the end have the same place, and are all held out or all trained on. For a document
+    differ in layout or at the end have the same key, and are all held out or all trained on. For a document
     that came as tokens it is a hash of the first 64 tokens.
     """
     digest: int
@@ -216,7 +216,7 @@ class Identity(NamedTuple):
 
 
 def identity(document: Document) -> Identity:
-    """Place, digest and size of a document."""
+    """Held-out key, digest and size of a document."""
     if document.tokens is None:
         opening = opening_bytes(document.text)
         whole = document.text.encode("utf-8", "surrogatepass")
@@ -225,8 +225,8 @@ def identity(document: Document) -> Identity:
         tokens = np.ascontiguousarray(document.tokens, dtype="<u4")
         opening, whole, size = tokens[:OPENING_TOKENS].tobytes(), tokens.tobytes(), len(tokens)
     digest = hashlib.sha256(whole).digest()
-    place = int.from_bytes(hashlib.sha256(opening).digest()[:8], "big")
-    return Identity(place, int.from_bytes(digest[:8], "little"), size)
+    held_out_key = int.from_bytes(hashlib.sha256(opening).digest()[:8], "big")
+    return Identity(held_out_key, int.from_bytes(digest[:8], "little"), size)
 
 
 def opening_bytes(text: str) -> bytes:

@@ -127,7 +127,7 @@ def _check_files_of_rank(checkpoint: Path, rank: int) -> None:
     random = checkpoint / f"random-{rank:05d}.safetensors"
     if not random.is_file():
         raise FileNotFoundError(random.name)
-    with _opened(random) as content:
+    with _open_unless_damaged(random) as content:
         count = int((content.metadata() or {}).get(WEIGHT_FILES, 1))
     for number in range(count):
         name = f"weights-{rank:05d}-{number:03d}.safetensors"
@@ -140,7 +140,7 @@ def _check_all_weights(checkpoint: Path) -> None:
     sizes: dict[str, int] = {}
     held: Counter[tuple[str, str]] = Counter()
     for file in sorted(checkpoint.glob("weights-*.safetensors")):
-        with _opened(file) as content:
+        with _open_unless_damaged(file) as content:
             sizes |= {name: prod(json.loads(shape)) for name, shape in (content.metadata() or {}).items()}
             for key in content.keys():  # noqa: SIM118  not a dictionary
                 kind, _, name = key.split("/", 2)
@@ -150,7 +150,7 @@ def _check_all_weights(checkpoint: Path) -> None:
         raise ValueError(f"{missing or 'all'} of its values are missing")
 
 
-def _opened(file: Path) -> Any:
+def _open_unless_damaged(file: Path) -> Any:
     """A safetensors file, opened; ValueError in one line when it is damaged."""
     try:
         return safe_open(file, framework="pt")

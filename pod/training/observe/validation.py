@@ -286,17 +286,11 @@ def scored_rows(
             # ZeRO needs equally many passes of all groups. A group that has no row left repeats the first
             # row.
             row = lengthened(rows[index if index < len(rows) else 0], length)
-            scores: list[Tensor] = []
-
-            def score(hidden: Tensor, weight: Tensor, labels: Tensor, scores=scores) -> Tensor:
-                scores.extend(token_scores(hidden, weight, labels, chunk))
-                return scores[0]
-
             control.alive("evaluate")
-            _read(module, mesh.device, row, whole, score)
+            losses, best = _scores_of_row(module, mesh.device, row, whole, chunk)
             if index < len(rows):
-                losses, best = (x[:, : mine.stop - mine.start].cpu() for x in scores)
-                yield index, losses, best, mine
+                count = mine.stop - mine.start
+                yield index, losses[:, :count].cpu(), best[:, :count].cpu(), mine
 
 
 @contextlib.contextmanager
@@ -322,6 +316,27 @@ def _reading(module: Any, ulysses: Ulysses | None, row_length: int) -> Iterator[
             ulysses.set_row_length(trained_length)
         for part, mode in modes:
             part.training = mode
+
+
+def _scores_of_row(
+    module: Any, device: torch.device, row: Rows, mine: slice, chunk_bytes: int
+) -> tuple[Tensor, Tensor]:
+    """What `token_scores` gives for this rank's slice of a row, `[1, n_local]` each, on the device.
+
+    Args:
+        mine: this rank's slice of the row.
+        chunk_bytes: as in `token_scores`.
+    """
+    scores: list[Tensor] = []
+
+    def score(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        losses, best = token_scores(hidden, weight, labels, chunk_bytes)
+        scores.extend((losses, best))
+        return losses
+
+    _read(module, device, row, mine, score)
+    losses, best = scores
+    return losses, best
 
 
 def _read(

@@ -23,7 +23,7 @@ import torch
 from pod.modeling.model import flash_version
 from pod.modeling.model.sharing import Lead, roles_of
 from pod.training.args import TrainArgs, TrainRecipe
-from pod.training.predict.attention_cost import attention_backend
+from pod.training.predict.attention_backend import attention_backend
 from pod.training.predict.memory_estimate import (
     Parts,
     TrainingJob,
@@ -41,9 +41,9 @@ from pod.training.predict.step_time import (
     LINK_EFFICIENCY,
     Device,
     StepTime,
-    attention_flops,
     bfloat16_speed,
     known_device,
+    rank_attention_flops,
     step_time,
 )
 from pod.training.run.mesh import check_world_size, local_world_size, planned_world_size
@@ -182,7 +182,7 @@ def host_memory_bytes() -> int:
     return total
 
 
-def plan(
+def choose_layout(
     recipe: TrainRecipe, shapes: Shapes, lead: Lead, context_length: int, machine: Machine
 ) -> ParallelLayout:
     """The fastest layout that fits, or a simpler one that is nearly as fast.
@@ -211,7 +211,7 @@ def plan(
             key=lambda layout: max(layout.share, layout.host_bytes_per_machine / GIB / machine.host_gib),
         )
     least = fastest.time.expected
-    near = [layout for layout in layouts if least <= layout.time.expected <= NEAR * least and layout.fits]
+    near = [layout for layout in layouts if layout.fits and layout.time.expected <= NEAR * least]
     return min(near, key=lambda layout: simplicity(layout.job.args))
 
 
@@ -477,8 +477,8 @@ def _plan(layout: ParallelLayout) -> str:
     leads, follow, windows = (
         sum(len(getattr(one, kind)) for one in roles) for kind in ("leads", "followers", "windows")
     )
-    alone = attention_flops(replace(job, args=replace(job.args, sequence_parallel_size=1)))
-    share = attention_flops(job) * size / alone
+    alone = rank_attention_flops(replace(job, args=replace(job.args, sequence_parallel_size=1)))
+    share = rank_attention_flops(job) * size / alone
     return (
         f"{leads} (layer, KV head) pairs lead, {follow} follow, {windows} keep their window; the busiest "
         f"rank computes {share:.2f} x an even share of attention"

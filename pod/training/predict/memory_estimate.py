@@ -226,7 +226,9 @@ class _Step:
         self.splits = job.attention == "flex" and shapes.layout != "cla"
         self.first_norm = self.norm(self.saves_input("q_proj", "k_proj", "v_proj"), input_kept=True)
         self.second_norm = self.norm(self.saves_input("gate_proj", "up_proj"), input_kept=False)
-        self.mlp = self.inner * (3 + self.saves_input("down_proj"))
+        self.mlp = 3 * self.inner
+        if self.saves_input("down_proj"):
+            self.mlp += self.inner
 
     def norm(self, is_read: bool, input_kept: bool) -> int:
         """Bytes that a norm keeps.
@@ -239,8 +241,14 @@ class _Step:
             input_kept: whether the input itself is kept anyway; with `train.dtype` float32 it then needs no
                 copy.
         """
-        copy = self.hidden * self.wide if self.wide > 1 or not input_kept else 0
-        return copy + self.hidden * (self.full + is_read)
+        kept = 0
+        if self.wide > 1 or not input_kept:
+            kept += self.hidden * self.wide
+        if self.full:
+            kept += self.hidden
+        if is_read:
+            kept += self.hidden
+        return kept
 
     def saves_input(self, *names: str) -> bool:
         """Whether any of these linear layers keeps its input for backward.
@@ -255,15 +263,29 @@ class _Step:
     @cached_property
     def attention(self) -> list[int]:
         """Bytes that the attention of each layer leaves for its backward."""
-        lead, own = self.job.lead, self.query + 2 * self.key
-        output = self.query * self.saves_input("o_proj")  # the output once more, with heads side by side
+        layers = range(len(self.job.lead))
+        # `o_proj` keeps the output once more, with heads side by side.
+        again = self.query if self.saves_input("o_proj") else 0
         if self.job.shapes.layout == "cla":
-            own_key = [row[0] == layer for layer, row in enumerate(lead)]
-            return [2 * self.query + 2 * self.key * has_key + output for has_key in own_key]
-        roles = [roles_of(lead, layer) for layer in range(len(lead))]
-        follower = self.shared_head + (self.group if self.splits else 0)
-        more = [int(_copied_share(one) * own) + len(one.followers) * follower for one in roles]
-        return [self.query + own + each + output for each in more]
+            return [self._cla_attention(layer) + again for layer in layers]
+        return [self._attention_by_role(layer) + again for layer in layers]
+
+    def _cla_attention(self, layer: int) -> int:
+        """Bytes of `attention` in a layer with the layout cla, without what `o_proj` keeps."""
+        has_own_key = self.job.lead[layer][0] == layer
+        if has_own_key:
+            return 2 * self.query + 2 * self.key
+        return 2 * self.query
+
+    def _attention_by_role(self, layer: int) -> int:
+        """Bytes of `attention` in a layer of leads, followers and windows, without what `o_proj` keeps."""
+        roles = roles_of(self.job.lead, layer)
+        own = self.query + 2 * self.key
+        copied = int(_copied_share(roles) * own)
+        follower = self.shared_head
+        if self.splits:
+            follower += self.group
+        return self.query + own + copied + len(roles.followers) * follower
 
     def kept(self, last: int) -> int:
         """Bytes of activations that wait for the backward of the layers up to `last`, without `shared_qk`."""
@@ -320,7 +342,7 @@ class _Step:
         return {
             "activations": self.kept(last) + self.hidden * (1 + self.wide),
             "shared_qk": self.resting_shared_qk(last),
-            "gradients": weight * (self.size + _copied_bytes(self.job.args)) if whole else 0,
+            "gradients": weight * (self.size + _gradient_copy_bytes(self.job.args)) if whole else 0,
             "gathered": self.gathered(weight * (2 if both else 1), last, False),
         }
 
@@ -360,7 +382,7 @@ class _Step:
         """The parts in a layer's backward that weights cause: gathered weights, and gradients."""
         shapes, args = self.job.shapes, self.job.args
         waiting = max(rows * columns for rows, columns in shapes.linear_sizes.values())
-        copied = _copied_bytes(args) * max(waiting, optimization.REDUCE_BUCKET_ELEMENTS)
+        copied = _gradient_copy_bytes(args) * max(waiting, optimization.REDUCE_BUCKET_ELEMENTS)
         # Below stage 3, gradients of the layers above wait for the end of the backward.
         if args.zero_stage < 3:
             waiting += shapes.embedding_parameters + (shapes.layers - 1 - index) * shapes.layer_parameters
@@ -402,7 +424,7 @@ def _copied_share(roles: Roles) -> float:
     return sum(map(len, apart)) / sum(map(len, parts)) if len(apart) < len(parts) else 0.0
 
 
-def _copied_bytes(args: TrainArgs) -> int:
+def _gradient_copy_bytes(args: TrainArgs) -> int:
     """Bytes per weight of a gradient's copy in `reduce_dtype`.
 
     Stage 3 makes this copy before ranks add the gradient up.

@@ -15,7 +15,7 @@ from pod import toolchain
 from pod.files import check_can_write
 from pod.training.args import TrainArgs, TrainRecipe
 from pod.training.predict import layout_search
-from pod.training.predict.attention_cost import attention_backend, refusals
+from pod.training.predict.attention_backend import attention_backend, refusals
 from pod.training.predict.layout_search import GIB, Machine, ParallelLayout
 from pod.training.predict.memory_estimate import TrainingJob, checkpoint_disk_bytes
 from pod.training.predict.shapes import Shapes
@@ -40,7 +40,7 @@ def check(
     check_gpus(recipe)
     shapes = Shapes.from_config(config)
     check_attention(shapes, recipe, machine)
-    layout = layout_search.plan(recipe, shapes, config.sharing_plan.lead, context, machine)
+    layout = layout_search.choose_layout(recipe, shapes, config.sharing_plan.lead, context, machine)
     layout_search.check_fits(layout)
     check_epochs(layout.job, int(manifest["num_rows"]))
     check_can_write(folder, "output_dir")

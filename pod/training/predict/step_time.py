@@ -189,7 +189,7 @@ def step_time(job: TrainingJob, device: Device) -> StepTime:
     parts = {"arithmetic": flops / (device.tflops(args.dtype) * 1e12 * device.efficiency)}
     parts |= {kind.kind: _seconds(kind, device) for kind in communication(job)}
     parts["update"] = _update_seconds(job, device)
-    copies = _copied_bytes(job)
+    copies = _host_copy_bytes(job)
     if copies:
         parts["copies to and from the host"] = copies / (device.host_gbps * 1e9 * LINK_EFFICIENCY)
     waiting = parts.get("all-to-all of heads", 0.0) + parts["update"]
@@ -221,7 +221,7 @@ def rank_flops(job: TrainingJob) -> float:
     backward. In each layer, attention counts as on the busiest rank, for which the others wait.
     """
     shapes, lead, args, tokens = job.shapes, job.lead, job.args, job.tokens
-    attention = attention_flops(job)
+    attention = rank_attention_flops(job)
     head = 2.0 * tokens * shapes.embedding_parameters
     layers = 2.0 * tokens * shapes.multiplied_weights(lead) - head
     again = 0.5 * attention + head
@@ -234,7 +234,7 @@ def rank_flops(job: TrainingJob) -> float:
     return again + model_flops(shapes, lead, args, tokens, attention)
 
 
-def attention_flops(job: TrainingJob) -> float:
+def rank_attention_flops(job: TrainingJob) -> float:
     """Operations of attention in the forward of all layers: 4·d per visible pair and query head.
 
     In each layer, the busiest rank of a sequence-parallel group counts. A follower multiplies as many pairs
@@ -256,7 +256,7 @@ def _seconds(traffic: Traffic, device: Device) -> float:
     return max(inside, between)
 
 
-def _copied_bytes(job: TrainingJob) -> int:
+def _host_copy_bytes(job: TrainingJob) -> int:
     """Bytes that a rank copies to and from host memory in a step, without those of the update.
 
     Activations, `shared_qk` and weights that wait in host memory are copied both ways in every micro-batch.

@@ -59,7 +59,7 @@ def agree_on_layout(layout: ParallelLayout, recipe: TrainRecipe) -> ParallelLayo
     if machine == layout.machine:
         return layout
     job = layout.job
-    layout = layout_search.plan(recipe, job.shapes, job.lead, job.context_length, machine)
+    layout = layout_search.choose_layout(recipe, job.shapes, job.lead, job.context_length, machine)
     try:
         layout_search.check_fits(layout)
     except ValueError as error:

@@ -20,8 +20,7 @@ from pod.training.args import TrainRecipe
 from pod.training.checkpoint.run_identity import sha256_of
 from pod.training.observe.metrics import check_tracker
 from pod.training.predict import preflight
-from pod.training.predict.layout_search import Machine, details, table, this_machine
-from pod.training.predict.layout_search import plan as plan_run
+from pod.training.predict.layout_search import Machine, choose_layout, details, table, this_machine
 from pod.training.predict.shapes import Shapes
 from pod.training.run import allocator
 from pod.training.run.config_sync import agree, agree_on_layout, note_neighbours
@@ -157,7 +156,7 @@ def estimate(recipe: Recipe, machine: Machine) -> str:
         rows, length = manifest["num_rows"], manifest["context_length"]
     shapes = Shapes.from_config(config)
     preflight.check_attention(shapes, recipe.train, machine)
-    layout = plan_run(recipe.train, shapes, plan.lead, length, machine)
+    layout = choose_layout(recipe.train, shapes, plan.lead, length, machine)
     notes = [note] if note else []
     if plan.provenance.get("stand_in"):
         notes.append(

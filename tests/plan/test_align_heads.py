@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from plan_sums import sum_of_costs
 
-from pod.plan.align import _Search, _slopes, align
+from pod.plan.align_heads import _Search, _slopes, align
 from pod.plan.solve import solve
 
 inf = np.inf

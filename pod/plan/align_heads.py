@@ -15,9 +15,9 @@ from scipy.optimize import linear_sum_assignment
 from pod.modeling.model.sharing import SharingPlan, is_followed
 from pod.plan.checks import check_costs
 from pod.plan.plan_progress import steps
-from pod.plan.solve import PAIR_UNITS, Floats, solve
+from pod.plan.solve import PAIR_UNITS, Floats, Ints, solve
 
-Order = NDArray[np.intp]  # [L, H]: the original KV head at each place
+OrderArray = NDArray[np.intp]  # [L, H]: the original KV head at each place
 
 _MOST_SWAPS = 6  # random swaps at the beginning of a restart
 
@@ -85,7 +85,7 @@ def align(follow: Floats, window: Floats | None, units: int, restarts: int = 200
     return Alignment(tuple(map(tuple, order.tolist())), *placed, float(solve(*placed).costs[units]))
 
 
-def placed_costs(follow: Floats, window: Floats | None, order: Order) -> tuple[Floats, Floats | None]:
+def placed_costs(follow: Floats, window: Floats | None, order: OrderArray) -> tuple[Floats, Floats | None]:
     """The costs of followers and windows by place, as ``solve`` takes them.
 
     Args:
@@ -109,7 +109,7 @@ def _slopes(costs: Floats, units: int) -> tuple[float, float]:
     return (float(min(ends)), float(max(ends))) if ends else (0.0, 0.0)
 
 
-def _swap(order: Order, rng: np.random.Generator) -> None:
+def _swap(order: OrderArray, rng: np.random.Generator) -> None:
     """Swap two random places in a random layer, or in that layer and all layers above it; in place."""
     layers, heads = order.shape
     first = int(rng.integers(layers))
@@ -130,7 +130,7 @@ class _Search:
     * ``below[state, place]`` is the least cost of the layers below the current one, in a place.
     """
 
-    def __init__(self, follow: Floats, window: Floats | None, price: float, order: Order):
+    def __init__(self, follow: Floats, window: Floats | None, price: float, order: OrderArray):
         layers, heads = order.shape
         self.order, self.heads = order.copy(), heads
         stay = np.full((layers, 1 + layers * heads, heads), np.inf)
@@ -140,7 +140,7 @@ class _Search:
             stay = np.minimum(stay, window[:, None] - PAIR_UNITS * price)
         self.stay = stay
 
-    def run(self) -> Order:
+    def run(self) -> OrderArray:
         """Search until no layer and no cut can be improved, and return the order ``[L, H]``."""
         while self._sweep():
             pass
@@ -188,14 +188,14 @@ def _least(left: Floats, right: Floats) -> Floats:
     return np.stack([(column[:, None] + right).min(axis=0) for column in left.T])
 
 
-def _assign(costs: Floats, now: Order) -> Order:
+def _assign(costs: Floats, now: Ints) -> Ints:
     """Assign a column to each row at least total cost; ``now`` is kept unless another one is cheaper."""
     rows, columns = linear_sum_assignment(costs)
     old, new = costs[rows, now].sum(), costs[rows, columns].sum()
     return columns if new < old - 1e-12 * max(1.0, abs(old)) else now
 
 
-def _neighbours(order: Order, plan: SharingPlan) -> Order:
+def _neighbours(order: OrderArray, plan: SharingPlan) -> OrderArray:
     """Sort places so that heads with few windows stand first, and neighbouring heads hold the same tokens.
 
     The cost of the plan stays the same: only layers between two cuts that no block crosses are sorted
