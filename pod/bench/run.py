@@ -188,7 +188,8 @@ def load(recipe: "Recipe", measured: MeasuredSpeed, devices: "Sequence[torch.dev
         with torch.device(where.get("device", "cpu")):
             source = stock = AutoModelForCausalLM.from_config(config, **options).eval()
         if "device_map" in where:
-            dispatch_model(stock, of_stock, devices[0], skip_keys=stock._skip_keys_device_placement)
+            names = {module: str(one) for module, one in of_stock.items()}
+            dispatch_model(stock, names, devices[0], skip_keys=stock._skip_keys_device_placement)  # type: ignore
     elif not measured.is_export:
         options |= {"device_map": of_stock, **_places(recipe)}
         source = stock = AutoModelForCausalLM.from_pretrained(source, **options)
