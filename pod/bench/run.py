@@ -3,6 +3,7 @@
 After each pair, its figures are printed as a table, and all figures so far are written as JSON.
 """
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -10,7 +11,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pod.bench.args import FULL, SHAPES, STOCK, BenchArgs
 from pod.bench.decode_bytes import Sizes, held_per_row, is_modelled, needed, read_per_step, spread_plan
-from pod.eval.answer.devices import SPREADS, Load, places_for, rank_devices, room_on
+from pod.eval.answer.devices import (
+    SPREADS,
+    Load,
+    check_available,
+    places_for,
+    rank_devices,
+    room_on,
+)
 from pod.files import keep_old, write_json
 from pod.measure.machine import version
 from pod.modeling.model.sharing import SharingPlan, SinkConstants
@@ -29,6 +37,10 @@ _OF_EXPORTS = (
 )
 
 
+_USUAL_DEVICES = r"auto|balanced|sequential|(cpu|cuda)(:\d+)?"
+"""Values of bench.device that are known to be right without loading torch."""
+
+
 def settings(args: BenchArgs) -> Iterator[tuple[int, int]]:
     """Every pair of a batch size and a length."""
     return ((batch, length) for batch in args.batch_sizes for length in args.lengths)
@@ -40,6 +52,8 @@ def estimate(recipe: "Recipe") -> str:
     A line has the size of the cache, the bytes that a step reads, and the ceiling of the speed over dense.
     """
     args, measured = recipe.bench, what_to_measure(recipe)
+    if not re.fullmatch(_USUAL_DEVICES, args.device):
+        rank_devices(args.device, "bench.device")  # refuses a text that names no device
     sizes, plan = measured.sizes, measured.sizes.plan
     lines = [
         f"Plan: {measured.describe()}",
@@ -276,6 +290,7 @@ def run_bench(recipe: "Recipe") -> dict[str, Any]:
     args, measured = recipe.bench, what_to_measure(recipe)
     sizes = measured.sizes
     devices = rank_devices(args.device, "bench.device")
+    check_available(devices, "bench.device")
     _check_lengths(args, measured.positions, races_on(devices[0]))
     no_room = _check_memory(args, sizes, devices)
     bench = load(recipe, measured, devices)
@@ -413,7 +428,9 @@ def _check_memory(
     from pod.bench.decode_speed import races_on
     from pod.measure import measured_memory
 
-    there, reasons = sum(map(measured_memory.free_memory, devices)), {}
+    reasons: dict[tuple[int, int], str] = {}
+    free = {one if one.type == "cuda" else "host": measured_memory.free_memory(one) for one in devices}
+    there = sum(free.values())
     names = ", ".join(map(str, devices))
     for batch, length in settings(args):
         for method in [*args.raced_methods, STOCK]:

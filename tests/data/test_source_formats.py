@@ -53,7 +53,7 @@ REFUSED = {
     "rows.log": ({}, ["rows.log", "jsonl, json, csv, parquet, arrow", "data.include"]),
     "rows.csv": ({"text_field": "body"}, ["rows.csv", "'body'", "id, text", "data.text_field"]),
     "quoted.csv.gz": ({}, ["quoted.csv.gz row 2", "2 fields", "names 3", "data.unreadable=skip"]),
-    "open_quote.csv": ({}, ["open_quote.csv", "near row 0", "data.unreadable=skip"]),
+    "open_quote.csv": ({}, ["open_quote.csv", "behind row 0", "data.unreadable=skip"]),
     "empty.jsonl": ({}, ["empty.jsonl", "data.sources"]),
     "texts": ({}, ["binary.txt", "data.unreadable=skip"]),
     "missing.jsonl": ({}, ["missing.jsonl", "hub:", "stdlib:", "package:"]),

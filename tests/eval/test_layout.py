@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 
 import pod
 from pod.commands import evaluate
-from pod.eval.answer.devices import Gpus, Load, cache_bytes, layout_lines, rank_devices
+from pod.eval.answer.devices import Gpus, Load, cache_bytes, check_available, layout_lines, rank_devices
 from pod.modeling.loading import target_config
 from pod.modeling.placement import share_of_rank
 from pod.recipe import load_recipe
@@ -113,6 +113,20 @@ def test_ranks_share_the_gpus_of_their_machine(monkeypatch):
         ValueError, match="eval.device is 'balancd': use auto, balanced, sequential or a device"
     ):
         rank_devices("balancd")
+
+
+@pytest.mark.parametrize("device", ["cuda:1", "xpu"])
+def test_a_device_that_is_not_there_is_refused(monkeypatch, device):
+    check_available([torch.device("cpu"), torch.device("meta")])
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: None)
+    with pytest.raises(ValueError, match=f"bench.device is {device}, .* no GPU: use auto or cpu"):
+        check_available([torch.device(device)], "bench.device")
+    kind = torch.device("cuda")
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: kind)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    check_available([torch.device("cuda"), torch.device("cuda:0")])
+    with pytest.raises(ValueError, match=f"eval.device is {device}, .* 1 devices cuda"):
+        check_available([torch.device(device)])
 
 
 def test_the_recipe_of_a_72b_model_is_laid_out_by_its_dry_run(tmp_path, monkeypatch):

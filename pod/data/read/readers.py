@@ -39,7 +39,7 @@ DAMAGE = (OSError, EOFError, UnicodeError, zlib.error, lzma.LZMAError)
 BUFFER_BYTES, ZSTD_BUFFER_BYTES = 2**20, 2**13
 JSON_BYTES = 256 * 2**20
 """Largest `.json` file that is one object or array: it is parsed whole."""
-CSV_FIELD_CHARACTERS = 256 * 2**20
+CSV_FIELD_CHARACTERS = 64 * 2**20
 """Longest field of a `.csv` file. A longer one is a quote that is never closed, as good as always."""
 
 
@@ -296,7 +296,7 @@ def _read_csv(path: Path, fields: Fields, bad: Bad) -> Iterator[Record]:
             f"{path} is csv, a table of texts, but data.token_field = {fields.tokens!r} asks for token ids"
         )
     csv.field_size_limit(CSV_FIELD_CHARACTERS)
-    number = 0
+    number = -1
     # Bytes that are not UTF-8 become lone surrogates, which are found in the field that is read.
     with io.TextIOWrapper(open_bytes(path), "utf-8-sig", "surrogateescape", newline="") as stream:
         rows = filter(None, csv.reader(stream, strict=True))  # without blank lines
@@ -305,13 +305,14 @@ def _read_csv(path: Path, fields: Fields, bad: Bad) -> Iterator[Record]:
             for number, row in enumerate(rows):
                 where = f"{path} row {number}"
                 try:
-                    record = fields.record(number, _csv_values(names, row, fields.text, where), where)
+                    record = fields.record(number, _csv_values(names, row, fields, where), where)
                 except BadRecord as error:
                     bad(str(error))
                     continue
                 yield record
         except csv.Error as error:
-            raise UnreadableFile(f"{path} is not csv near row {number} ({one_line(error)})") from error
+            place = f"behind row {number}" if number >= 0 else "from its beginning"
+            raise UnreadableFile(f"{path} is not csv {place} ({one_line(error)})") from error
 
 
 def _csv_names(path: Path, names: list[str], text_field: str) -> list[str]:
@@ -326,16 +327,16 @@ def _csv_names(path: Path, names: list[str], text_field: str) -> list[str]:
     )
 
 
-def _csv_values(names: list[str], row: list[str], text_field: str, where: str) -> dict[str, str]:
-    """The fields of a row by name."""
+def _csv_values(names: list[str], row: list[str], fields: Fields, where: str) -> dict[str, str]:
+    """The fields of a row by name. Those that are read must be UTF-8."""
     if len(row) != len(names):
         raise BadRecord(f"{where} has {len(row)} fields, the first row names {len(names)}")
     values = dict(zip(names, row, strict=True))
-    if not values[text_field].isascii():
+    for name in fields.names:
         try:
-            values[text_field].encode()
+            values.get(name, "").encode()
         except UnicodeEncodeError as error:
-            raise BadRecord(f"{where}: field {text_field!r} is not UTF-8") from error
+            raise BadRecord(f"{where}: field {name!r} is not UTF-8") from error
     return values
 
 

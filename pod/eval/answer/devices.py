@@ -52,6 +52,26 @@ def rank_devices(asked: str, setting: str = "eval.device") -> "list[torch.device
     return [torch.device(kind.type, number) for number in share_of_rank(count)]
 
 
+def check_available(devices: "Sequence[torch.device]", setting: str = "eval.device") -> None:
+    """Refuse devices that this machine does not have.
+
+    Args:
+        setting: the name of the setting that asks for them.
+
+    Raises:
+        ValueError: it names the first such device, and what there is.
+    """
+    import torch
+
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    count = 0 if kind is None else torch.accelerator.device_count()
+    for device in devices:
+        is_there = kind is not None and device.type == kind.type and (device.index or 0) < count
+        if device.type not in ("cpu", "meta") and not is_there:
+            there = "no GPU" if kind is None else f"{count} devices {kind.type}"
+            raise ValueError(f"{setting} is {device}, but this machine has {there}: use auto or cpu")
+
+
 class Gpus(NamedTuple):
     """GPUs that `--dry-run` assumes: their number, and the GiB of each."""
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pod
 from pod.eval.answer.answer_cache import AnswerCache, key_of
 from pod.eval.answer.budget import bytes_per_token
-from pod.eval.answer.devices import SPREADS, Load, places_for, rank_devices, room_on
+from pod.eval.answer.devices import SPREADS, Load, check_available, places_for, rank_devices, room_on
 from pod.eval.answer.methods import EvaluatedMethod, find_method
 from pod.eval.results import one_line
 from pod.identity import content_of, plan_of
@@ -177,6 +177,7 @@ class Models:
 
     def _load(self, source: Source) -> Any:
         args = self.recipe.model
+        check_available(self.devices)
         sinks, recent = source.windows or (None, None)
         options = {"dtype": _dtype(args.dtype), "attention_backend": args.attention_backend}
         windows: dict[str, Any] = {"num_sink_tokens": sinks, "num_recent_tokens": recent}

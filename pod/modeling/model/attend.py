@@ -24,7 +24,7 @@ Span = tuple[int, int]
 class TokenSource(Protocol):
     """Keys or values ``[B, h, n, d]``, ``n`` counting positions, that are not stored as such a tensor.
 
-    Examples are rings (``kv_buffer.Recent``) and packed tokens (``packed.Packed``).
+    Examples are rings (``window_buffer.Recent``) and packed tokens (``packed.Packed``).
     """
 
     @property
