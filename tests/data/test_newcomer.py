@@ -39,7 +39,7 @@ def test_json_lines_by_any_of_their_names(tmp_path, name):
     assert texts_of(DataArgs(sources=[str(tmp_path)])) == ["one", "two"]
 
 
-@pytest.mark.parametrize("name", ["a.csv", "a.jl", "a.jsonl.bak", "a.csv.gz", "a.pdf", "a.tsv", "a.unheard"])
+@pytest.mark.parametrize("name", ["a.xls", "a.jl", "a.jsonl.bak", "a.xls.gz", "a.pdf", "a.tsv", "a.unheard"])
 def test_files_of_unknown_kind_are_refused_by_name(tmp_path, name):
     (tmp_path / "good.txt").write_text("good")
     (tmp_path / name).write_bytes(b"x,y\n1,2\n")

@@ -72,9 +72,9 @@ def test_messages_name_the_url_and_its_advice(site):
     documents, report = read_all(DataArgs(sources=[url + "a.jsonl"], unreadable="skip"))
     assert [one.text for one in documents] == ["one", "two"] and report.records_skipped == 1
     assert report.skipped_files[0].startswith(f"{url}a.jsonl line 2")
-    (folder / "b.csv").write_bytes(b"x\n")
-    with pytest.raises(ValueError, match=rf"^{url}b.csv has an unknown file type"):
-        plan_work_shards(DataArgs(sources=[url + "b.csv"]))
+    (folder / "b.tsv").write_bytes(b"x\n")
+    with pytest.raises(ValueError, match=rf"^{url}b.tsv has an unknown file type"):
+        plan_work_shards(DataArgs(sources=[url + "b.tsv"]))
     for missing in ("c.jsonl", "sub/*.jsonl"):
         with pytest.raises(ValueError, match=r"names no file that can be seen from here"):
             plan_work_shards(DataArgs(sources=[url + missing]))

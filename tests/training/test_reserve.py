@@ -52,7 +52,7 @@ def test_the_help_states_what_is_reserved():
 
     said = field_docs(TrainRecipe)["memory_reserve_gib"]
     assert (CONTEXT + WORKSPACES) / GIB == 1.25 and COMMUNICATOR / GIB == 1.5
-    assert "null = 1.25, and 1.5 for every group" in " ".join(said.split())
+    assert "null = 1.25, and 1.5 more for every group" in " ".join(said.split())
 
 
 @pytest.mark.parametrize("settings", [{}, {"memory_reserve_gib": 3.0}])
