@@ -120,7 +120,7 @@ def main(arguments: argparse.Namespace) -> int:
     prompts, generated = ([32, 128], 128) if arguments.tiny else ([2048, 4096, 8192, 16384], 8192)
     limit = _TINY_LIMIT if arguments.tiny else None
     measured = what_to_measure(recipe)
-    bench = load(recipe, measured, device)
+    bench = load(recipe, measured, [device])
     result = header("max_batch", device, arguments.tiny)
     result |= {
         "shapes": recipe.bench.shapes,

@@ -92,7 +92,7 @@ def main(arguments: argparse.Namespace) -> int:
     result |= {"batch": batch, "length": length, "methods": {}, "rows": []}
     measured = what_to_measure(recipe)
     result["plan"] = measured.plan_source
-    bench = load(recipe, measured, device)
+    bench = load(recipe, measured, [device])
     what = f"tokens/s, {recipe.bench.shapes}, {length:,} tokens, batch {batch}"
     backend = None
     with dense_peers():
