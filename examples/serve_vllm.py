@@ -3,8 +3,9 @@
     python examples/serve_vllm.py runs/demo-vllm/export-vllm [float32]
 
 The second argument is the number format in which the engine computes. On CPUs without bfloat16 units, float32
-is much faster. On a CPU, put `VLLM_CPU_KVCACHE_SPACE=1` in front: vLLM then takes 1 GiB for the KV cache, and not
-92 % of the machine's memory. `vllm serve runs/demo-vllm/export-vllm` starts a server with OpenAI's interface.
+is much faster. On a CPU, put `VLLM_CPU_KVCACHE_SPACE=1` in front. vLLM then takes 1 GiB for the KV cache, and
+not 92 % of the machine's memory. `vllm serve runs/demo-vllm/export-vllm` starts a server with OpenAI's
+interface.
 docs/serving.md has the installation.
 """
 
