@@ -203,7 +203,8 @@ def load(recipe: "Recipe", measured: MeasuredSpeed, devices: "Sequence[torch.dev
             source = stock = AutoModelForCausalLM.from_config(config, **options).eval()
         if "device_map" in where:
             names = {module: str(one) for module, one in of_stock.items()}
-            dispatch_model(stock, names, devices[0], skip_keys=stock._skip_keys_device_placement)  # type: ignore
+            skipped = stock._skip_keys_device_placement
+            dispatch_model(stock, names, devices[0], skip_keys=skipped)  # type: ignore
     elif not measured.is_export:
         options |= {"device_map": of_stock, **_places(recipe)}
         source = stock = AutoModelForCausalLM.from_pretrained(source, **options)
