@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from pod.bench.args import FULL, SHAPES, STOCK, BenchArgs
 from pod.bench.decode_bytes import Sizes, held_per_row, is_modelled, needed, read_per_step, spread_plan
 from pod.eval.answer.devices import (
-    SPREADS,
     Load,
     check_available,
     places_for,
     rank_devices,
     room_on,
+    spread_of,
 )
 from pod.files import keep_old, write_json
 from pod.measure.machine import version
@@ -188,6 +188,7 @@ def load(recipe: "Recipe", measured: MeasuredSpeed, devices: "Sequence[torch.dev
 
     import pod
     from pod.bench.decode_speed import Bench
+    from pod.modeling.loading import stock_device_map
 
     args, model = recipe.bench, recipe.model
     options: dict[str, Any] = {"attn_implementation": stock_attention(devices[0])}
@@ -197,7 +198,7 @@ def load(recipe: "Recipe", measured: MeasuredSpeed, devices: "Sequence[torch.dev
     config: Any = random_config(args) if source is None else read_config(source, model.gguf_file)
     where = _where(recipe, measured, config, devices)
     stock: Any = None
-    of_stock = _stock_map(config, where["device_map"]) if "device_map" in where else where["device"]
+    of_stock = stock_device_map(config, where["device_map"]) if "device_map" in where else where["device"]
     if source is None:
         with torch.device(where.get("device", "cpu")):
             source = stock = AutoModelForCausalLM.from_config(config, **options).eval()
@@ -242,28 +243,11 @@ def _where(
     args = recipe.bench
     longest = args.capacity_for(max(args.lengths), races_on(devices[0]))
     load = Load(2 * max(args.batch_sizes), longest)
-    asked = args.device if args.device in SPREADS else "auto"
+    asked = spread_of(args.device)
     dense = target_config(config, layout="dense")
     places = places_for(dense, _ELEMENT[recipe.model.dtype], asked, room_on(devices), load)
     used = set(places.values())
     return {"device": used.pop()} if len(used) == 1 else {"device_map": places}
-
-
-def _stock_map(config: Any, places: "dict[str, torch.device]") -> "dict[str, torch.device]":
-    """The device of each module of the stock model, from those of ours. Buffers go to the first one."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    from pod.modeling.loading import target_config
-    from pod.modeling.placement import stock_map
-
-    with torch.device("meta"):
-        stock = AutoModelForCausalLM.from_config(config)
-    found = stock_map(stock, target_config(config), places)
-    for name, _ in stock.named_buffers():
-        if not any(name.startswith(f"{known}.") for known in found):
-            found[name.rpartition(".")[0]] = next(iter(places.values()))
-    return found
 
 
 def stock_attention(device: "torch.device") -> str:

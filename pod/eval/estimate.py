@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pod.eval.answer.devices import SPREADS, Gpus, Load, layout_lines, longest_of
+from pod.eval.answer.devices import Gpus, Load, layout_lines, longest_of, spread_of
 from pod.eval.answer.methods import find_method
 from pod.eval.args import EvalArgs
 from pod.eval.speed.args import speed_options
@@ -74,7 +74,7 @@ def _layout(recipe: "Recipe", gpus: Gpus, load: Load | None) -> list[str]:
 
     from pod.eval.answer.model_set import Models
 
-    asked = recipe.eval.device if recipe.eval.device in SPREADS else "auto"
+    asked = spread_of(recipe.eval.device)
     lines = [f"Layout on {gpus.count} GPUs of {gpus.gib:g} GiB (eval.device: {asked}):"]
     try:
         models = Models(recipe)

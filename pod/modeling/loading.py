@@ -449,7 +449,8 @@ def _from_files(source: str, options: LoadOptions) -> Any:
     if options.is_read_there:
         reading["device_map"] = {"": options.device}
     if options.layout is not None:
-        reading["device_map"] = _stock_map(source, options)
+        config = _read_config(source, **options.places)
+        reading["device_map"] = stock_device_map(config, options.layout)
     dense, about = _read(
         AutoModelForCausalLM.from_pretrained,
         source,
@@ -462,13 +463,16 @@ def _from_files(source: str, options: LoadOptions) -> Any:
     return dense
 
 
-def _stock_map(source: str, options: LoadOptions) -> dict[str, torch.device]:
-    """The device of each module of the stock model, so that weights are read straight to their devices."""
-    config = _read_config(source, **options.places)
+def stock_device_map(config: Any, places: Mapping[str, torch.device]) -> dict[str, torch.device]:
+    """The ``device_map`` of a stock model, so that its weights are read straight to their devices.
+
+    Args:
+        config: the stock model's configuration.
+        places: the device of each of our modules (``placement.place``).
+    """
     with torch.device("meta"):
         stock = AutoModelForCausalLM.from_config(config)
-    assert options.layout is not None, "asked for several devices"
-    return stock_map(stock, target_config(config), options.layout)
+    return stock_map(stock, target_config(config), places)
 
 
 def target_config(

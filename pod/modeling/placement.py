@@ -410,12 +410,15 @@ def stock_map(
 ) -> dict[str, torch.device]:
     """A ``device_map`` for the stock model (on ``meta``) from which weights are read.
 
-    Weights outside the modules in ``places`` go to the device of the embedding, which is the first one.
+    Weights and buffers outside the modules in ``places`` go to the device of the embedding, the first one.
     """
     found = {theirs: places[ours] for ours, theirs in stock_names(stock, config).items()}
     for name, _ in stock.named_parameters():
         if not any(name.startswith(f"{known}.") for known in found):
             found[name] = places[_EMBEDDING]
+    for name, _ in stock.named_buffers():
+        if not any(name.startswith(f"{known}.") for known in found):
+            found[name.rpartition(".")[0]] = places[_EMBEDDING]  # a map names modules, not buffers
     return found
 
 

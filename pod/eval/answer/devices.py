@@ -52,6 +52,11 @@ def rank_devices(asked: str, setting: str = "eval.device") -> "list[torch.device
     return [torch.device(kind.type, number) for number in share_of_rank(count)]
 
 
+def spread_of(asked: str) -> str:
+    """How to spread layers over several devices: the value of a setting, or auto where it names a device."""
+    return asked if asked in SPREADS else "auto"
+
+
 def check_available(devices: "Sequence[torch.device]", setting: str = "eval.device") -> None:
     """Refuse devices that this machine does not have.
 

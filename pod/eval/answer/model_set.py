@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pod
 from pod.eval.answer.answer_cache import AnswerCache, key_of
 from pod.eval.answer.budget import bytes_per_token
-from pod.eval.answer.devices import SPREADS, Load, check_available, places_for, rank_devices, room_on
+from pod.eval.answer.devices import Load, check_available, places_for, rank_devices, room_on, spread_of
 from pod.eval.answer.methods import EvaluatedMethod, find_method
 from pod.eval.results import one_line
 from pod.identity import content_of, plan_of
@@ -186,7 +186,7 @@ class Models:
         path, file = self._place(source)
         where: dict[str, Any] = {"device": self.device}
         if len(self.devices) > 1:
-            asked = self.recipe.eval.device if self.recipe.eval.device in SPREADS else "auto"
+            asked = spread_of(self.recipe.eval.device)
             size = options["dtype"].itemsize
             room = room_on(self.devices)
             where = {"device_map": places_for(self._target(source), size, asked, room, self.load)}

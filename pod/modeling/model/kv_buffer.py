@@ -272,7 +272,7 @@ class KVBuffer:
 
         The result is a view or a copy, and is valid until the next write to the buffer.
         """
-        return self.data[:, :, : self.used_slots(length)]
+        return self.data[:, :, :length]
 
     def view(self, length: int) -> Source:
         """The slots in use as a source for ``attend``, which unpacks only the parts that it reads.
