@@ -1,6 +1,7 @@
 """Checks of the train section, the schedule, the estimate and the head shares: no process group needed."""
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from pod.training.args import TrainArgs
 from pod.training.predict.memory_estimate import TrainingJob, World, training_bytes
 from pod.training.predict.shapes import Shapes, shared_qk_heads
 from pod.training.run.lora import add_lora, lora_settings
-from pod.training.run.loss import LossHead
+from pod.training.run.loss import LossHead, loss_scale
 from pod.training.run.mesh import check_world_size
 from pod.training.run.optimization import learning_rate, make_optimizer
 from pod.training.run.ulysses import kv_head_repeats, split_evenly
@@ -136,3 +137,10 @@ def test_lora_refuses_modules_that_are_not_there():
     settings = lora_settings(TrainArgs(method="lora", lora_target_modules=["query"]))
     with pytest.raises(ValueError, match="names query; allowed for this model are 0"):
         add_lora(torch.nn.Sequential(torch.nn.Linear(2, 2)), settings)
+
+
+@pytest.mark.parametrize(("stage", "divided_by"), [(1, 2), (3, 8)])
+def test_the_scale_of_a_loss_undoes_what_the_stage_divides_by(stage, divided_by):
+    """8 ranks in groups of 4 that share a row: stage 3 divides by all ranks, the others by the groups."""
+    mesh = SimpleNamespace(world_size=8, dp_size=2)
+    assert loss_scale(TrainArgs(zero_stage=stage), mesh, 1000.0) == divided_by / 1000
