@@ -35,7 +35,7 @@ from pod.export import export
 from pod.files import write_json
 from pod.measure.machine import environment
 from pod.measure.speed_comparison import spread
-from pod.modeling.model.sharing import SinkConstants
+from pod.modeling.model.sink_constants import SinkConstants
 from pod.models import resolve_model
 from pod.plan.engines import EngineCache
 

@@ -8,7 +8,7 @@ import pod.identity as identity_module
 from pod import SharingPlan
 from pod.files import sha256_file
 from pod.identity import content_of, plan_of
-from pod.modeling.model.sharing import SinkConstants
+from pod.modeling.model.sink_constants import SinkConstants
 
 
 def test_identity_is_names_and_content(tmp_path, monkeypatch):

@@ -14,7 +14,7 @@ import pod
 from pod.bench.run import load, what_to_measure
 from pod.eval.answer.model_set import Models
 from pod.eval.lm.command import CommandLM
-from pod.modeling.model.sharing import SinkConstants
+from pod.modeling.model.sink_constants import SinkConstants
 from pod.models import resolve_model
 from pod.recipe import load_recipe
 from pod.training.run.start_model import model_config

@@ -21,7 +21,8 @@ from pod.eval.answer.devices import (
 )
 from pod.files import keep_old, write_json
 from pod.measure.machine import version
-from pod.modeling.model.sharing import SharingPlan, SinkConstants
+from pod.modeling.model.sharing import SharingPlan
+from pod.modeling.model.sink_constants import SinkConstants
 from pod.models import head_dim_of, read_config, resolve_model
 
 if TYPE_CHECKING:

@@ -31,7 +31,8 @@ from pod.modeling.model.attend import compute_dtype
 from pod.modeling.model.config import PodConfig
 from pod.modeling.model.flash_version import use_asked
 from pod.modeling.model.llama import PodForCausalLM, PodModel
-from pod.modeling.model.sharing import SharingPlan, SinkConstants
+from pod.modeling.model.sharing import SharingPlan
+from pod.modeling.model.sink_constants import SinkConstants
 from pod.modeling.placement import dispatch, layout_of, stock_map
 from pod.models import read_config, resolve_model, ways_without_network
 

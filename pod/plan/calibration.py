@@ -30,7 +30,8 @@ from transformers import PreTrainedModel
 
 from pod.modeling.loading import load_model
 from pod.modeling.model.llama import PodForCausalLM
-from pod.modeling.model.sharing import SharingPlan, SinkConstants
+from pod.modeling.model.sharing import SharingPlan
+from pod.modeling.model.sink_constants import SinkConstants
 from pod.modeling.model.sinks import Sink, add_sink
 from pod.plan.costs import (
     EARLY,

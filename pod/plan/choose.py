@@ -17,7 +17,8 @@ from torch import Tensor
 from pod.modeling.loading import load_model
 from pod.modeling.methods import make_cache
 from pod.modeling.model.llama import PodForCausalLM
-from pod.modeling.model.sharing import GROUP_SIZE, SharingPlan, SinkConstants
+from pod.modeling.model.sharing import GROUP_SIZE, SharingPlan
+from pod.modeling.model.sink_constants import SinkConstants
 from pod.modeling.model.sinks import Sink
 from pod.plan.align_heads import align
 from pod.plan.args import ExploreArgs

@@ -104,7 +104,7 @@ def test_a_plan_that_packs_is_scored_token_by_token(place):
         ("PLACE/export@4", "has no model"),
         ("", "eval.models.x is ''; it must be the folder of an export or a plan.json"),
         ("PLACE/big.json", "is for 6 layers x 5 KV heads, the model has 4 x 2"),
-        ("PLACE/bad.json", "is not a sharing plan of schema 1"),
+        ("PLACE/bad.json", "is not a sharing plan"),
     ],
 )
 def test_wrong_entries_are_one_line_before_any_model(place, text, message, monkeypatch):

@@ -20,7 +20,7 @@ from served_models import DENSE, FAMILIES, make_model
 
 import pod
 from pod.export import export
-from pod.modeling.model.sharing import SinkConstants
+from pod.modeling.model.sink_constants import SinkConstants
 from pod.models import resolve_model
 
 PYTHON = os.environ.get("POD_VLLM_PYTHON")

@@ -35,7 +35,7 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 import pod
 from pod.bench import run as bench_run
-from pod.modeling.model.sharing import SinkConstants
+from pod.modeling.model.sink_constants import SinkConstants
 from pod.modeling.placement import dispatch, is_spread, module_names, named, places_of
 from pod.recipe import load_recipe
 

@@ -11,7 +11,8 @@ import torch
 from conftest import LEAD, make_stock, naive_logits, random_ids
 
 import pod
-from pod.modeling.model.sharing import SharingPlan, SinkConstants
+from pod.modeling.model.sharing import SharingPlan
+from pod.modeling.model.sink_constants import SinkConstants
 
 WINDOW = 11
 

@@ -6,7 +6,7 @@ import pytest
 
 from pod import SharingPlan
 from pod.commands.explore import keep_other_plan, note_on_training
-from pod.modeling.model.sharing import SinkConstants
+from pod.modeling.model.sink_constants import SinkConstants
 from pod.recipe import load_recipe
 from pod.training.checkpoint.newest import latest_checkpoint
 from pod.training.checkpoint.run_identity import (

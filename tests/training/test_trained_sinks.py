@@ -10,7 +10,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import pod
 from pod.export import export_adapter
 from pod.export import folder as export_folder
-from pod.modeling.model.sharing import SharingPlan, SinkConstants
+from pod.modeling.model.sharing import SharingPlan
+from pod.modeling.model.sink_constants import SinkConstants
 from pod.models import ModelArgs
 from pod.training.args import TrainArgs
 from pod.training.checkpoint import checkpoint_files

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any
 
+from .sink_constants import SinkConstants, read_constants
+
 SCHEMA_VERSION = 4
 _READABLE = (1, 2, 3, SCHEMA_VERSION)
 """Schemas of plan files that ``SharingPlan.load`` reads. 1 has no windows, no order of heads and no bits. 2
@@ -31,6 +33,8 @@ _GROUP_BITS = 32  # the fp16 zero and the fp16 scale of a group
 
 # optional fields of a plan.json
 _OPTIONAL = ("head_order", "bits", "num_sink_tokens", "num_recent_tokens", "head_dim", "sinks")
+# all fields of a plan.json
+_FIELDS = ("schema", "lead", *_OPTIONAL, "sink_logits", "sink_values", "provenance")
 
 Lead = tuple[tuple[int | None, ...], ...]
 """``[layer][KV head]``: the layer that the head follows, its own layer (it leads), or None (it keeps its
@@ -133,53 +137,6 @@ def is_followed(lead: Sequence[Sequence[int | None]], layer: int, head: int) -> 
 
 
 @dataclass(frozen=True)
-class SinkConstants:
-    """Logits and values of constant sinks, for each layer.
-
-    A layer in which no head keeps its window has None. Heads are in the order that the plan's ``head_order``
-    gives. Heads that lead or follow also have numbers, which nothing reads.
-
-    Attributes:
-        logits: ``[L][Hq]``, the scaled logit of each query head.
-        values: ``[L][H][d]``, the value of each KV head.
-        trained: True = they come from trained weights. False = they come from a plan file.
-    """
-
-    logits: tuple[tuple[float, ...] | None, ...]
-    values: tuple[tuple[tuple[float, ...], ...] | None, ...]
-    trained: bool = field(default=False, compare=False)
-
-    def __post_init__(self):
-        logits = (None if row is None else tuple(map(float, row)) for row in self.logits)
-        values = (
-            None if row is None else tuple(tuple(map(float, head)) for head in row) for row in self.values
-        )
-        object.__setattr__(self, "logits", tuple(logits))
-        object.__setattr__(self, "values", tuple(values))
-
-    def refusal(self, lead: Lead, head_dim: int | None) -> str | None:
-        """Why these constants do not fit a plan ``[L][H]``, as text for a message. None = they fit."""
-        if (len(self.logits), len(self.values)) != (len(lead), len(lead)):
-            return f"of {len(self.logits)} and {len(self.values)} layers, the plan has {len(lead)}"
-        heads = len(lead[0])
-        for layer, (logits, values) in enumerate(zip(self.logits, self.values, strict=True)):
-            if logits is None and values is None:
-                continue
-            if logits is None or values is None:
-                return f"logits or values only in layer {layer}: give both, or null for both"
-            if None not in lead[layer]:
-                return f"of layer {layer}, in which no head keeps its window: give null there"
-            widths = {len(head) for head in values}
-            if not logits or len(logits) % heads or len(values) != heads or len(widths) != 1:
-                return f"of layer {layer} are no [query heads] and [{heads} KV heads][head_dim] numbers"
-            if head_dim is not None and widths != {head_dim}:
-                return f"of layer {layer} have values of {widths.pop()} channels, head_dim is {head_dim}"
-            if not all(map(math.isfinite, (*logits, *(x for head in values for x in head)))):
-                return f"of layer {layer} are not all finite"
-        return None
-
-
-@dataclass(frozen=True)
 class SharingPlan:
     """For every layer and KV head of a model: whether it leads, follows or keeps its window.
 
@@ -243,15 +200,25 @@ class SharingPlan:
             check_head_order(order, self.num_layers, self.num_key_value_heads)
             moves = any(row != tuple(range(len(row))) for row in order)
             object.__setattr__(self, "head_order", order if moves else None)
-        if self.bits is not None:
-            object.__setattr__(self, "bits", tuple(self.bits))
-            if len(self.bits) != self.num_layers or not set(self.bits) <= set(BITS):
-                raise ValueError(
-                    f"sharing plan: bits must be 16, 8 or 4 for each of {self.num_layers} layers, "
-                    f"got {self.bits}"
-                )
+        self._check_packing()
         self._check_windows()
         self._check_sinks()
+
+    def _check_packing(self) -> None:
+        if self.head_dim is not None and (type(self.head_dim) is not int or self.head_dim < 1):
+            raise ValueError(
+                f"sharing plan: head_dim must be an integer >= 1, or null, got {self.head_dim!r}"
+            )
+        if self.bits is None:
+            return
+        if isinstance(self.bits, Sequence) and len(self.bits) == self.num_layers:
+            object.__setattr__(self, "bits", tuple(self.bits))
+            if all(type(bits) is int and bits in BITS for bits in self.bits):
+                return
+        raise ValueError(
+            f"sharing plan: bits must be 16, 8 or 4 for each of {self.num_layers} layers, "
+            f"got {self.bits!r:.80}"
+        )
 
     def _check_windows(self) -> None:
         sinks, recent = self.num_sink_tokens, self.num_recent_tokens
@@ -513,8 +480,8 @@ class SharingPlan:
                 content = json.load(file)
         except (OSError, ValueError) as error:
             raise ValueError(f"cannot read sharing plan {path}: {error}") from error
-        if not isinstance(content, dict) or content.get("schema") not in _READABLE or "lead" not in content:
-            raise ValueError(f"{path} is not a sharing plan of schema {' or '.join(map(str, _READABLE))}")
+        if (reason := _refusal_of(content)) is not None:
+            raise ValueError(f"{path} {reason}")
         provenance = content.get("provenance") or {}
         if not isinstance(provenance, dict):
             raise ValueError(f"{path}: sharing plan: provenance must be a mapping, got {provenance!r:.80}")
@@ -522,9 +489,24 @@ class SharingPlan:
         if content["schema"] < _FIRST_WITH_WINDOWS:
             fields |= {name: provenance.get(name) for name in ("num_sink_tokens", "num_recent_tokens")}
         try:
-            return cls(content["lead"], provenance, sink_constants=_read_constants(content), **fields)
+            return cls(content["lead"], provenance, sink_constants=read_constants(content), **fields)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
+
+
+def _refusal_of(content: Any) -> str | None:
+    """Why the content of a JSON file is no plan that can be read, as text for a message. None = it can."""
+    if not isinstance(content, dict) or "lead" not in content:
+        return "is not a sharing plan, which has a field 'lead': make one with `pod explore`"
+    schema = content.get("schema")
+    if type(schema) is not int or schema not in _READABLE:
+        return (
+            f"is a sharing plan of schema {schema!r}, allowed are {', '.join(map(str, _READABLE))}: make it "
+            "again with `pod explore`"
+        )
+    if unknown := sorted(set(content) - set(_FIELDS)):
+        return f"is a sharing plan with the unknown fields {unknown}, allowed are {', '.join(_FIELDS)}"
+    return None
 
 
 def kind_of_sinks(sinks: str | None, num_sink_tokens: int | None) -> str | None:
@@ -546,20 +528,6 @@ def kind_of_sinks(sinks: str | None, num_sink_tokens: int | None) -> str | None:
     if sinks == "constant" or num_sink_tokens is None:
         return sinks
     return "tokens" if num_sink_tokens else "none"
-
-
-def _read_constants(content: dict[str, Any]) -> SinkConstants | None:
-    """The constants in a plan.json, if it has any. ``ValueError`` if they are no tables of numbers."""
-    tables = content.get("sink_logits"), content.get("sink_values")
-    if tables == (None, None):
-        return None
-    try:
-        return SinkConstants(*tables)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        raise ValueError(
-            "sharing plan: sink_logits and sink_values must be [layers][query heads] and "
-            "[layers][KV heads][head_dim] numbers, null for layers without windows"
-        ) from None
 
 
 def check_head_order(order: Sequence[Sequence[int]], num_layers: int, num_key_value_heads: int) -> None:

@@ -1,0 +1,67 @@
+"""The constants of a plan with constant sinks: a logit of each query head and a value of each KV head."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class SinkConstants:
+    """Logits and values of constant sinks, for each layer.
+
+    A layer in which no head keeps its window has None. Heads are in the order that the plan's ``head_order``
+    gives. Heads that lead or follow also have numbers, which nothing reads.
+
+    Attributes:
+        logits: ``[L][Hq]``, the scaled logit of each query head.
+        values: ``[L][H][d]``, the value of each KV head.
+        trained: True = they come from trained weights. False = they come from a plan file.
+    """
+
+    logits: tuple[tuple[float, ...] | None, ...]
+    values: tuple[tuple[tuple[float, ...], ...] | None, ...]
+    trained: bool = field(default=False, compare=False)
+
+    def __post_init__(self):
+        logits = (None if row is None else tuple(map(float, row)) for row in self.logits)
+        values = (
+            None if row is None else tuple(tuple(map(float, head)) for head in row) for row in self.values
+        )
+        object.__setattr__(self, "logits", tuple(logits))
+        object.__setattr__(self, "values", tuple(values))
+
+    def refusal(self, lead: Sequence[Sequence[int | None]], head_dim: int | None) -> str | None:
+        """Why these constants do not fit a plan ``[L][H]``, as text for a message. None = they fit."""
+        if (len(self.logits), len(self.values)) != (len(lead), len(lead)):
+            return f"of {len(self.logits)} and {len(self.values)} layers, the plan has {len(lead)}"
+        heads = len(lead[0])
+        for layer, (logits, values) in enumerate(zip(self.logits, self.values, strict=True)):
+            if logits is None and values is None:
+                continue
+            if logits is None or values is None:
+                return f"logits or values only in layer {layer}: give both, or null for both"
+            if None not in lead[layer]:
+                return f"of layer {layer}, in which no head keeps its window: give null there"
+            widths = {len(head) for head in values}
+            if not logits or len(logits) % heads or len(values) != heads or len(widths) != 1:
+                return f"of layer {layer} are no [query heads] and [{heads} KV heads][head_dim] numbers"
+            if head_dim is not None and widths != {head_dim}:
+                return f"of layer {layer} have values of {widths.pop()} channels, head_dim is {head_dim}"
+            if not all(map(math.isfinite, (*logits, *(x for head in values for x in head)))):
+                return f"of layer {layer} are not all finite"
+        return None
+
+
+def read_constants(content: dict[str, Any]) -> SinkConstants | None:
+    """The constants in a plan.json, if it has any. ``ValueError`` if they are no tables of numbers."""
+    tables = content.get("sink_logits"), content.get("sink_values")
+    if tables == (None, None):
+        return None
+    try:
+        return SinkConstants(*tables)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        raise ValueError(
+            "sharing plan: sink_logits and sink_values must be [layers][query heads] and "
+            "[layers][KV heads][head_dim] numbers, null for layers without windows"
+        ) from None
