@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from pod.modeling.model.config import PodConfig
-from pod.modeling.placement import STYLES, place
+from pod.modeling.placement import STYLES, missing_device, place
 
 PLACES = frozenset({"cache_dir", "gguf_file", "local_files_only", "revision", "token"})
 """Arguments that say where a checkpoint is, as ``from_pretrained`` of transformers takes them."""
@@ -62,13 +62,14 @@ class LoadOptions(NamedTuple):
             dtype: dtype of its weights; None = fp32.
 
         Raises:
-            ValueError: as in ``placement.place``.
+            ValueError: as in ``placement.place``, or this machine does not have a device.
         """
         if self.spread is None:
             return self
         size = (dtype or torch.float32).itemsize
         layout = place(config, size, self.spread, self.max_memory)
         devices = set(layout.values())
+        _check_there("device_map", layout.values())
         if len(devices) == 1:
             return self._replace(device=devices.pop(), is_read_there=True, spread=None)
         return self._replace(layout=layout)
@@ -108,7 +109,9 @@ def load_options(
             _one("device", device, "device_map", device_map)
         return LoadOptions(dtype, backend or "auto", None, False, places, device_map, max_memory)
     mapped = _device_of(device_map)
-    wanted = _one("device", device, "device_map", mapped)
+    wanted = _device("device", _one("device", device, "device_map", mapped))
+    if wanted is not None:
+        _check_there("device" if mapped is None else "device_map", [wanted])
     return LoadOptions(dtype, backend or "auto", wanted, mapped is not None and device is None, places)
 
 
@@ -175,16 +178,36 @@ def _is_spread(device_map: Any) -> bool:
     return isinstance(device_map, str) and device_map in STYLES
 
 
+def _check_there(name: str, devices: Iterable[torch.device]) -> None:
+    """Refuse devices that this machine does not have (``ValueError``); ``name`` is the argument."""
+    if (missing := missing_device(devices)) is not None:
+        raise ValueError(f"{name} names {missing}: use 'cpu', or a device that is there")
+
+
 def _device_of(device_map: Any) -> torch.device | None:
     """The one device that a ``device_map`` names. ``ValueError`` if it is no device."""
     if device_map is None:
         return None
     asked: Any = next(iter(device_map.values()), None) if isinstance(device_map, Mapping) else device_map
+    if asked is None:
+        raise ValueError(f"device_map = {device_map!r} names no device: leave it out, or name one")
+    return _device("device_map", asked, f", one of {', '.join(STYLES)}, or devices by module")
+
+
+def _device(name: str, asked: Any, more: str = "") -> torch.device | None:
+    """The device of an argument; None for None. ``ValueError`` if it is no device.
+
+    Args:
+        name: the argument.
+        asked: its value.
+        more: what else the argument may be, for the message.
+    """
+    if asked is None:
+        return None
     try:
         return torch.device(asked)
     except (RuntimeError, TypeError) as error:
-        reason = str(error).splitlines()[0]
+        reason = str(error).splitlines()[0].split(" device type at start")[0]
         raise ValueError(
-            f"device_map = {device_map!r}: use a device, for example 'cuda:0', one of {', '.join(STYLES)}, "
-            f"or devices by module ({reason})"
+            f"{name} = {asked!r} is no device: use a device, for example 'cuda:0'{more} ({reason})"
         ) from None

@@ -9,7 +9,7 @@ their devices about equally, the one with the fewest KV heads that cross a borde
 import difflib
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -132,9 +132,9 @@ def _in_sequence(parts: Parts, capacities: Sequence[float]) -> list[int]:
 
 def _does_not_fit(parts: Parts, capacities: Sequence[float]) -> str:
     """The text of an error that the parts do not fit the devices."""
-    room = ", ".join(f"{one / 1e9:.1f}" for one in capacities)
+    room = ", ".join(f"{one / 1e9:.4g}" for one in capacities)
     return (
-        f"{sum(parts.sizes) / 1e9:.1f} GB in parts of up to {max(parts.sizes) / 1e9:.1f} GB "
+        f"{sum(parts.sizes) / 1e9:.4g} GB in parts of up to {max(parts.sizes) / 1e9:.4g} GB "
         f"do not fit devices that take {room} GB"
     )
 
@@ -289,6 +289,22 @@ def capacities(max_memory: Mapping[Any, Any] | None) -> dict[torch.device, float
     return {device: free_bytes(device) for device in devices}
 
 
+def missing_device(devices: Iterable[torch.device]) -> str | None:
+    """Which of these devices this machine does not have, as text for a message. None = it has all.
+
+    Returns:
+        For example ``"cuda:1, but this machine has no GPU"``.
+    """
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    count = 0 if kind is None else torch.accelerator.device_count()
+    for device in devices:
+        is_there = kind is not None and device.type == kind.type and (device.index or 0) < count
+        if device.type not in ("cpu", "meta") and not is_there:
+            there = "no GPU" if kind is None else f"{count} devices {kind.type}"
+            return f"{device}, but this machine has {there}"
+    return None
+
+
 def free_bytes(device: torch.device) -> float:
     """Bytes that are free on a CUDA device; infinite for other devices."""
     if device.type != "cuda":
@@ -309,20 +325,34 @@ def share_of_rank(count: int) -> range:
 
 def _given_capacities(max_memory: Mapping[Any, Any]) -> dict[torch.device, float]:
     """``max_memory`` with devices as keys and bytes as values, in the order of the devices."""
-    from accelerate.utils import convert_file_size_to_int
-
+    if not isinstance(max_memory, Mapping) or not max_memory:
+        raise ValueError(
+            f"max_memory = {max_memory!r} must be a mapping of devices and sizes, for example "
+            "{0: '70GiB', 1: '70GiB'}"
+        )
     found: dict[torch.device, float] = {}
     for name, size in max_memory.items():
         device = _device(name, "max_memory")
         if device.type == "cpu" and len(max_memory) > 1:
             raise ValueError(_no_offloading("max_memory names cpu beside other devices"))
-        try:
-            found[device] = size if isinstance(size, float) else float(convert_file_size_to_int(size))
-        except ValueError:
-            raise ValueError(
-                f"max_memory[{name!r}] = {size!r} is no size: use bytes, or a text as '70GiB'"
-            ) from None
+        if (num_bytes := _bytes_of(size)) is None:
+            raise ValueError(f"max_memory[{name!r}] = {size!r} is no size: use bytes, or a text as '70GiB'")
+        found[device] = num_bytes
     return dict(sorted(found.items(), key=lambda one: (one[0].type, one[0].index or 0)))
+
+
+def _bytes_of(size: Any) -> float | None:
+    """The bytes of a size, which is a number or a text such as ``"70GiB"``. None = it is no size above 0."""
+    from accelerate.utils import convert_file_size_to_int
+
+    if isinstance(size, str):
+        try:
+            size = convert_file_size_to_int(size)
+        except ValueError:
+            return None
+    if isinstance(size, bool) or not isinstance(size, (int, float)):
+        return None
+    return float(size) if size > 0 else None
 
 
 def _device(asked: Any, what: str) -> torch.device:

@@ -356,21 +356,28 @@ def calibrate_sinks(
         takes it.
 
     Raises:
-        ValueError: there are no texts, a text is too short, the plan does not say its windows, or its numbers
-            of layers and heads are not the model's.
+        ValueError: there are no texts, a text is too short or has ids that the model does not know, the plan
+            does not say its windows, its numbers of layers and heads are not the model's, or ``num_queries``
+            is no number of queries.
     """
+    if not isinstance(plan, (SharingPlan, str, os.PathLike)):
+        raise ValueError(f"plan must be a SharingPlan or the file of one, got {plan!r:.80}")
     plan = plan if isinstance(plan, SharingPlan) else SharingPlan.load(plan)
     if plan.num_recent_tokens is None:
         raise ValueError(
             "this plan does not say how long its windows are: set num_recent_tokens, by dataclasses.replace"
         )
-    if isinstance(texts, str) or not len(texts):
+    if not isinstance(texts, (Sequence, Tensor)) or isinstance(texts, str) or not len(texts):
         raise ValueError("texts must be a list of strings or token ids with at least one text")
+    if type(num_queries) is not int or num_queries < 1:
+        raise ValueError(f"num_queries must be an integer >= 1, got {num_queries!r}")
     dense = load_model(model, layout="dense", num_sink_tokens=0, num_recent_tokens=plan.num_recent_tokens)
     plan.check_fits(dense.config.num_hidden_layers, dense.config.num_key_value_heads)
     sequences = [_tokens(dense, text) for text in texts]
     shortest = plan.num_recent_tokens + num_queries
     for index, ids in enumerate(sequences):
+        if len(ids):
+            _check_ids(ids, dense.config.vocab_size, f"texts[{index}]")
         if len(ids) < shortest:
             raise ValueError(
                 f"texts[{index}] has {len(ids)} tokens, but windows of {plan.num_recent_tokens} and "
@@ -385,3 +392,14 @@ def _tokens(model: PodForCausalLM, text: str | Tensor | Sequence[int]) -> Tensor
     if isinstance(text, str):
         text = load_tokenizer(model.config.name_or_path)(text)["input_ids"]
     return torch.as_tensor(text).flatten()[: model.config.max_position_embeddings]
+
+
+def _check_ids(ids: Tensor, vocab_size: int, name: str) -> None:
+    """Raise ``ValueError`` unless ``ids`` are integers from 0 to ``vocab_size - 1``; ``name`` is the text."""
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        raise ValueError(f"{name} has numbers of {ids.dtype}: token ids are integers")
+    if not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
+        raise ValueError(
+            f"{name} has token ids from {int(ids.min())} to {int(ids.max())}, allowed are 0 to "
+            f"{vocab_size - 1}: use the model's own tokenizer"
+        )

@@ -115,6 +115,10 @@ def test_auto_leaves_room_for_the_cache_where_memory_is_what_is_free(monkeypatch
 def test_sizes_may_be_texts_and_devices_numbers():
     assert capacities({"cuda:1": "2GiB", 0: 7}) == {GPUS[0]: 7, GPUS[1]: 2 * GIB}
     assert "max_memory[0] = 'much' is no size" in complaint(capacities, {0: "much"})
+    for size in (None, -5, 0, float("nan"), True, [1]):
+        assert f"max_memory[0] = {size!r} is no size" in complaint(capacities, {0: size})
+    for mapping in ({}, "70GiB", 70, [1]):
+        assert f"max_memory = {mapping!r} must be a mapping" in complaint(capacities, mapping)
     assert "max_memory names disk" in complaint(capacities, {"disk": 1})
     assert "max_memory names cpu beside other devices" in complaint(capacities, {0: "2GiB", "cpu": "9GiB"})
     assert [(device.type, size) for device, size in capacities({"cpu": 7}).items()] == [("cpu", 7)]

@@ -275,6 +275,10 @@ def test_calibrate_sinks_leaves_layers_alone_that_were_trained_with_windows():
             {"num_recent_tokens": None, "num_sink_tokens": None},
             "does not say how long its windows",
         ),
+        (None, {}, "texts must be a list"),
+        ([[10**6] * 90], {}, r"texts\[0\] has token ids from 1000000 to 1000000, allowed are 0 to "),
+        ([[-1] * 90], {}, r"texts\[0\] has token ids from -1 to -1"),
+        ([[0.5] * 90], {}, r"texts\[0\] has numbers of torch.float32"),
         (
             [[1] * 90],
             {"lead": ((None,),) * 4},
@@ -287,6 +291,20 @@ def test_calibrate_sinks_says_what_is_missing(texts, plan, words):
     with pytest.raises(ValueError, match=words) as found:
         pod.calibrate_sinks(make_model(6, 2), SharingPlan(**fields), texts)
     assert "\n" not in str(found.value)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"num_queries": 0}, "num_queries must be an integer >= 1, got 0"),
+        ({"num_queries": 1.5}, "num_queries must be an integer >= 1, got 1.5"),
+        ({"plan": None}, "plan must be a SharingPlan or the file of one, got None"),
+    ],
+)
+def test_calibrate_sinks_names_a_wrong_argument(wrong, words):
+    plan = SharingPlan(((None, None),) * 4, num_sink_tokens=0, num_recent_tokens=RECENT)
+    with pytest.raises(ValueError, match=words):
+        pod.calibrate_sinks(make_model(6, 2), **{"plan": plan, "texts": [[1] * 90]} | wrong)
 
 
 def test_constants_of_measured_layers_become_those_of_the_whole_model():

@@ -66,15 +66,10 @@ def check_available(devices: "Sequence[torch.device]", setting: str = "eval.devi
     Raises:
         ValueError: it names the first such device, and what there is.
     """
-    import torch
+    from pod.modeling.placement import missing_device
 
-    kind = torch.accelerator.current_accelerator(check_available=True)
-    count = 0 if kind is None else torch.accelerator.device_count()
-    for device in devices:
-        is_there = kind is not None and device.type == kind.type and (device.index or 0) < count
-        if device.type not in ("cpu", "meta") and not is_there:
-            there = "no GPU" if kind is None else f"{count} devices {kind.type}"
-            raise ValueError(f"{setting} is {device}, but this machine has {there}: use auto or cpu")
+    if (missing := missing_device(devices)) is not None:
+        raise ValueError(f"{setting} is {missing}: use auto or cpu")
 
 
 class Gpus(NamedTuple):
