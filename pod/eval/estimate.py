@@ -5,16 +5,12 @@ from typing import TYPE_CHECKING
 
 from pod.eval.answer.devices import Gpus, Load, layout_lines, longest_of, spread_of
 from pod.eval.answer.methods import find_method
-from pod.eval.args import EvalArgs
+from pod.eval.speed.args import NAME as SPEED_RUN
 from pod.eval.speed.args import speed_options
-from pod.eval.suites.buckets import position_buckets
-from pod.eval.suites.buckets import token_counts as counts_of_texts
 
 if TYPE_CHECKING:
     from pod.eval.runner import Inputs
     from pod.recipe import Recipe
-
-_BY_SETTINGS = ("perplexity", "passkey", "efficiency")  # counted from the recipe alone
 
 
 def estimate(recipe: "Recipe", gpus: Gpus | None = None) -> str:
@@ -23,25 +19,24 @@ def estimate(recipe: "Recipe", gpus: Gpus | None = None) -> str:
     For each method they give the tokens read as prompts and the tokens decoded one at a time. Where there are
     several GPUs, they say which layers of each model will lie on which GPU.
 
-    Tasks other than perplexity, passkey and efficiency are built as the evaluation would build them, and
-    their prompts are counted. Where they cannot be built, a line says why.
+    Tasks are built as the evaluation would build them, and count their own prompts. Where they cannot be
+    built, a line says why, and only efficiency is counted, which has no prompts of its own.
 
     Args:
         gpus: GPUs to assume; None = those of this machine.
     Raises:
         ValueError: for an unknown task, naming the nearest.
     """
-    lines = ["Tokens per method (prompt tokens in parallel, decode steps one token per row at a time):"]
-    others = [name for name in recipe.eval.tasks if name not in _BY_SETTINGS]
-    inputs, missing = _built(recipe, others)
-    width = max(14, *map(len, recipe.eval.methods))
-    for name in recipe.eval.methods:
-        prompt, steps = token_counts(recipe.eval, name)
-        if inputs is not None:
-            for task in others:
-                more = inputs.tasks[task].token_counts(inputs.method_runners[name].method)
-                prompt, steps = prompt + more[0], steps + more[1]
-        lines.append(f"  {name:<{width}} {prompt:>12,} prompt tokens {steps:>8,} decode steps")
+    built = [name for name in recipe.eval.tasks if name != SPEED_RUN]
+    inputs, missing = _built(recipe, built)
+    lines = []
+    if inputs is not None or SPEED_RUN in recipe.eval.tasks:
+        lines = ["Tokens per method (prompt tokens in parallel, decode steps one token per row at a time):"]
+        width = max(14, *map(len, recipe.eval.methods))
+        for name in recipe.eval.methods:
+            prompt, steps = _tokens_of(recipe, inputs, name)
+            lines.append(f"  {name:<{width}} {prompt:>12,} prompt tokens {steps:>8,} decode steps")
+    lines += _searches(recipe)
     gpus = gpus or _gpus_here()
     layout = [] if gpus is None else _layout(recipe, gpus, None if inputs is None else inputs.models.load)
     return "\n".join(lines + missing + layout)
@@ -110,23 +105,33 @@ def _built(recipe: "Recipe", names: list[str]) -> tuple["Inputs | None", list[st
         return None, [f"Not counted: {', '.join(names)}. {end}"]
 
 
-def token_counts(args: EvalArgs, name: str) -> tuple[int, int]:
-    """(prompt tokens, decode steps) of a method for perplexity, passkey and efficiency.
+def _tokens_of(recipe: "Recipe", inputs: "Inputs | None", name: str) -> tuple[int, int]:
+    """(prompt tokens, decode steps) of a method for all tasks that can be counted.
 
-    A decode step decodes one token in every row of a batch.
+    Args:
+        inputs: None if the tasks other than efficiency are not counted.
     """
-    method = find_method(name)
-    prompt = steps = 0
-    if "perplexity" in args.tasks:
-        buckets = position_buckets(args.text_length, args.min_context, args.scored_tokens)
-        sizes = args.text_sequences, args.text_length, args.batch_size
-        prompt, steps = counts_of_texts(buckets, *sizes, method.one_shot)
-    if "passkey" in args.tasks:
-        cells = len(args.passkey_depths) * args.passkey_samples
-        prompt += cells * sum(args.passkey_lengths)
-        steps += -(-cells // args.batch_size) * len(args.passkey_lengths) * args.passkey_new_tokens
-    if "efficiency" in args.tasks:
-        prompt += sum(args.efficiency_lengths)
-        lengths = len(args.efficiency_lengths) + len(speed_options(args).decode_lengths)
-        steps += lengths * args.efficiency_tokens * (args.efficiency_repeats + 1)
-    return prompt, steps
+    counts = []
+    if inputs is not None:
+        method = inputs.method_runners[name].method
+        counts += [task.token_counts(method) for task in inputs.tasks.values()]
+    if SPEED_RUN in recipe.eval.tasks:
+        from pod.eval.speed.task import token_counts  # this loads torch
+
+        counts.append(token_counts(recipe.eval, find_method(name)))
+    return sum(prompt for prompt, _ in counts), sum(steps for _, steps in counts)
+
+
+def _searches(recipe: "Recipe") -> list[str]:
+    """A line that names the searches of efficiency, of which only the first tries are counted."""
+    if SPEED_RUN not in recipe.eval.tasks:
+        return []
+    options = speed_options(recipe.eval)
+    asked = {"max_batch": options.max_batch, "longest_prompt": options.longest_prompt}
+    names = [f"eval.task_options.{SPEED_RUN}.{name}" for name, value in asked.items() if value]
+    if not names:
+        return []
+    return [
+        f"These are counted with their first tries, so the numbers are at least what will be read: "
+        f"{', '.join(names)}. How many tries follow depends on the memory."
+    ]

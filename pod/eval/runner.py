@@ -10,7 +10,6 @@ import functools
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from pod.eval.answer.answer_cache import AnswerCache, AnswerError, AnswerFolder, Unanswered
@@ -187,8 +186,7 @@ def _check_lengths(args: "EvalArgs", models: Models, tasks: Mapping[str, Task]) 
     for name, task in tasks.items():
         reasons = [models.too_long(method, task.longest()) for method in methods]
         if all(reasons):
-            lengths = "its lengths (eval.text_length, eval.passkey_lengths …)"
-            raise ValueError(f"{name} would {reasons[0]}: lower {lengths}")
+            raise ValueError(f"{name}: {reasons[0]}; lower {task.length_setting}")
     if SPEED_RUN in args.tasks:
         speed = speed_options(args)
         decoded = args.longest_speed_run() - max(args.efficiency_lengths)
@@ -197,7 +195,7 @@ def _check_lengths(args: "EvalArgs", models: Models, tasks: Mapping[str, Task]) 
         for method in methods:
             reason = models.too_long(method, longest)
             if reason is not None:
-                raise ValueError(f"{SPEED_RUN} would {reason}: lower eval.efficiency_lengths")
+                raise ValueError(f"{SPEED_RUN}: {reason}; lower eval.efficiency_lengths")
 
 
 def _check_options(args: "EvalArgs") -> None:
@@ -257,8 +255,7 @@ def refusal(models: Models, method: EvaluatedMethod, task: Task) -> str | None:
     reason = task.refuses(method)
     if reason is not None:
         return reason
-    too_long = models.too_long(method, task.longest())
-    return None if too_long is None else f"it would {too_long}"
+    return models.too_long(method, task.longest())
 
 
 def check_caches(runner: MethodRunner, task: Task) -> None:
@@ -277,7 +274,7 @@ def check_caches(runner: MethodRunner, task: Task) -> None:
             # A method may compress chunk by chunk. It raises ValueError here when its budget leaves a chunk
             # of this prompt without a token to read.
             if chunks[budget] is not None and prompt > 0:
-                chunks[budget].start_prompt(prompt, 0, [SimpleNamespace(held=0)])
+                chunks[budget].check_prompt(prompt)
         except ValueError as error:
             where = f" at {span.length} tokens, {span.fed} of them after the prompt"
             at = where if method.takes_budget else ""

@@ -16,7 +16,8 @@ from pod.measure.measured_memory import next_token, now
 from pod.modeling.model.attend import IMPLEMENTATIONS, Call, Implementation
 from pod.modeling.placement import is_spread
 
-_WARM_UP_TOKENS = 16
+WARM_UP_TOKENS = 16
+"""Tokens of the pass that `warm_up` runs."""
 T = TypeVar("T")
 
 
@@ -96,7 +97,7 @@ def without_attention(model: Any) -> Iterator[None]:
 @torch.no_grad()
 def warm_up(model: Any, prompt: Tensor) -> None:
     """Run a short pass without a cache."""
-    model(input_ids=prompt[:, :_WARM_UP_TOKENS], use_cache=False, logits_to_keep=1)
+    model(input_ids=prompt[:, :WARM_UP_TOKENS], use_cache=False, logits_to_keep=1)
 
 
 @torch.no_grad()

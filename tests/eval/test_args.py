@@ -7,10 +7,9 @@ import pytest
 import pod
 from pod.eval.answer.methods import METHODS, find_method
 from pod.eval.args import EvalArgs
-from pod.eval.estimate import token_counts
 from pod.eval.method_and_task_lists import list_methods
 from pod.eval.runner import prepare
-from pod.eval.suites.buckets import position_buckets
+from pod.eval.suites.buckets import position_buckets, token_counts
 from pod.eval.suites.task_base import make_options
 from pod.eval.tasks.passkey import Passkey
 from pod.recipe import load_recipe
@@ -140,10 +139,8 @@ def test_position_buckets_score_everything_when_asked():
     assert sum(bucket.scored for bucket in buckets) == 64 - 8
 
 
-def test_token_counts_of_the_estimate():
-    args = EvalArgs(
-        tasks=["perplexity"], text_length=64, min_context=16, scored_tokens=4, text_sequences=3, batch_size=2
-    )
+def test_token_counts_of_texts():
+    buckets = position_buckets(64, 16, 4)
     # buckets end at 32 and 64: contexts 27 and 59 tokens, 4 decode steps each, 2 batches
-    assert token_counts(args, "snapkv") == (3 * (27 + 59), 2 * 8)
-    assert token_counts(args, "full") == (3 * 64, 0)
+    assert token_counts(buckets, 3, 64, 2, one_shot=False) == (3 * (27 + 59), 2 * 8)
+    assert token_counts(buckets, 3, 64, 2, one_shot=True) == (3 * 64, 0)

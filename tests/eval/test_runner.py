@@ -331,7 +331,8 @@ def test_failed_method_is_recorded_and_the_others_go_on(place, tmp_path, monkeyp
         ({"eval.text": ["/nowhere.txt"]}, "nowhere.txt"),
         (
             {"eval.efficiency_lengths": [9000]},
-            "efficiency would feed up to 9006 tokens and the dense model reads 8192",
+            "efficiency: the dense model reads 8192 tokens, and up to 9006 would be fed; lower "
+            r"eval\.efficiency_lengths",
         ),
     ],
 )
@@ -342,16 +343,43 @@ def test_bad_input_is_refused_before_any_computation(place, changes, message, mo
     assert "\n" not in str(caught.value)
 
 
+def model_of_256_tokens(folder):
+    """The path of a copy of the tiny model that reads 256 tokens."""
+    short = folder / "short"
+    shutil.copytree(resolve_model("package:tiny"), short)
+    config = json.loads((short / "config.json").read_text())
+    (short / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 256}))
+    return short
+
+
+@pytest.mark.parametrize(
+    ("task", "changes", "setting"),
+    [
+        ("perplexity", {"eval.text_length": 400}, "eval.text_length"),
+        ("passkey", {}, "eval.passkey_lengths"),
+        ("niah", {"eval.task_options.niah.lengths": [400]}, "eval.task_options.niah.lengths"),
+        (
+            "multi_query",
+            {"eval.task_options.multi_query.lengths": [600]},
+            "eval.task_options.multi_query.lengths",
+        ),
+    ],
+)
+def test_the_length_to_lower_is_that_of_the_task(place, tmp_path, task, changes, setting):
+    changes = changes | {"model.path": str(model_of_256_tokens(tmp_path)), "eval.methods": ["full"]}
+    if task in ("niah", "multi_query"):
+        changes[f"eval.task_options.{task}.haystack"] = [str(place / "text.txt")]
+    with pytest.raises(ValueError, match=rf"{task}: the dense model reads 256 .* lower {re.escape(setting)}$"):
+        runner.prepare(recipe_of(place, **{"eval.tasks": [task]}, **changes), log=lambda line: None)
+
+
 def test_each_methods_own_limit_decides(place, tmp_path):
     """Each method's own limit decides.
 
     Beyond what the model was trained on, methods run whose distances do not grow. The others are skipped with
     the reason.
     """
-    short = tmp_path / "short"
-    shutil.copytree(resolve_model("package:tiny"), short)
-    config = json.loads((short / "config.json").read_text())
-    (short / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 256}))
+    short = model_of_256_tokens(tmp_path)
     methods = ["full", "snapkv@60", "streamingllm@60", "lm_infinite@60", "fm@80", "im@80"]
     changes = {"model.path": str(short), "eval.methods": methods, "eval.tasks": ["passkey"]}
     changes["eval.method_options"] = {name: {"chunk_size": 100, "window": 8} for name in ("fm@80", "im@80")}
@@ -361,10 +389,9 @@ def test_each_methods_own_limit_decides(place, tmp_path):
         refused = results[name]["refused"].get("passkey", "")
         reads = name not in ("full", "snapkv@60")
         assert bool(results[name]["parts"]) is reads
-        assert (
-            refused == ""
-        ) is reads or "would feed up to 424 tokens and the dense model reads 256" in refused
-    with pytest.raises(ValueError, match="passkey would feed up to 424 tokens and the dense model reads 256"):
+        too_long = "the dense model reads 256 tokens, and up to 424 would be fed"
+        assert refused == ("" if reads else too_long)
+    with pytest.raises(ValueError, match=f"passkey: {too_long}; lower eval.passkey_lengths"):
         alone = recipe_of(
             place,
             output_dir=str(tmp_path / "out"),
@@ -519,11 +546,8 @@ TINY = ["--set", "model.path=package:tiny", "--data-dir", str(Path(__file__).par
 def test_an_estimate_says_what_stands_in_the_way(place, tmp_path):
     recipe = recipe_of(place, **{"eval.tasks": ["perplexity", "arc_easy"], "eval.data_dir": str(tmp_path)})
     text = estimate(recipe)
-    assert (
-        "Not counted: arc_easy. As things are, the evaluation would end with: data of arc_easy: no file in"
-        in text
-    )
-    assert "  full " in text and "prompt tokens" in text
+    assert "Not counted: perplexity, arc_easy. As things are, the evaluation would end with: " in text
+    assert "data of arc_easy: no file in" in text
 
 
 def test_list_of_tasks_names_options_suites_and_defaults():

@@ -233,11 +233,11 @@ class Models:
         return bool(set(self._config(kind).get("kv_bits") or ()) - {16})
 
     def too_long(self, method: EvaluatedMethod, longest: int) -> str | None:
-        """Why a method cannot be fed so many tokens, in one line; None when it can."""
+        """Why a method cannot be fed so many tokens, as one clause; None when it can."""
         limit = None if method.unbounded else self.limit(method.model)
         if limit is None or longest <= limit:
             return None
-        return f"feed up to {longest} tokens and the {method.model} model reads {limit}"
+        return f"the {method.model} model reads {limit} tokens, and up to {longest} would be fed"
 
     def max_length(self) -> int:
         """The longest sequence (tokens) that lm-eval's prompts are cut to, the same for all methods.

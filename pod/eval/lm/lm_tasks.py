@@ -74,6 +74,7 @@ class LmTask(Task):
 
     name = "lm-eval"
     title = "a task of lm-eval"
+    length_setting = "eval.max_length"
     Options = LmOptions
 
     def __init__(self, run: task_base.Run, options: LmOptions, loaded: lm_index.Loaded):

@@ -13,13 +13,21 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from pod.eval.answer.budget import MethodRunner, Span
-from pod.eval.answer.methods import BASE
+from pod.eval.answer.methods import BASE, EvaluatedMethod
 from pod.eval.results import code_identity, fingerprint, one_line
 from pod.eval.speed.args import SpeedOptions, speed_options
 from pod.measure import max_batch, measured_memory
 from pod.measure.machine import environment
 from pod.measure.random_cache import fill_with_random_tokens, is_filled_directly
-from pod.measure.speed_comparison import Runner, in_turns, race, read_prompt, spread, warm_up
+from pod.measure.speed_comparison import (
+    WARM_UP_TOKENS,
+    Runner,
+    in_turns,
+    race,
+    read_prompt,
+    spread,
+    warm_up,
+)
 
 if TYPE_CHECKING:
     from pod.eval.args import EvalArgs
@@ -75,6 +83,34 @@ def measure_speed(run: SpeedRun) -> tuple[dict[str, dict[str, Any]], dict[str, E
             own["decoding"] = _own(decoding, name)
             parts[name] = own | race_of_all | {"seconds": seconds}
     return parts, errors
+
+
+def token_counts(args: "EvalArgs", method: EvaluatedMethod) -> tuple[int, int]:
+    """(prompt tokens, decode steps) that `measure_speed` takes for a method.
+
+    A decode step decodes one token in every row of a batch. How many batches and prompts a search tries is
+    not known before. Of each search, the tries that it makes in any case are counted: one and two rows, of
+    which two are then timed; and one step of the longest prompt.
+    """
+    options = speed_options(args)
+    raced = args.efficiency_tokens * (args.efficiency_repeats + 1)  # one round is a warm-up
+    prompt, steps = 0, 0
+    for length in args.efficiency_lengths:
+        readings = options.prefill_repeats
+        if options.memory:
+            readings += 1
+            steps += _MEMORY_STEPS
+        prompt += readings * length + min(length, WARM_UP_TOKENS)
+        steps += raced
+    if not method.takes_budget:
+        prompt += len(options.decode_lengths)  # one token is read into each cache that is filled
+        steps += raced * len(options.decode_lengths)
+    tries = [1, 2, 2] if options.max_batch_rows > 1 else [1, 1]
+    for tokens, generated in options.max_batch:
+        prompt += sum(tries) * tokens
+        steps += len(tries) * (generated - 1)
+    prompt += options.longest_prompt
+    return prompt, steps
 
 
 def _own(rows: list[dict[str, dict]], name: str) -> list[dict]:

@@ -72,12 +72,14 @@ class Task(ABC):
         name: how recipes call the task.
         title: the heading of the task in tables.
         about: what the task measures, one sentence for `pod eval --list-tasks`.
+        length_setting: the setting that says how long its sequences are, as `eval.text_length`.
         Options: dataclass of `eval.task_options.<name>`, one docstring per field.
     """
 
     name: str
     title: str
     about: str
+    length_setting: ClassVar[str]
     Options: ClassVar[type] = NoOptions
 
     def __init__(self, run: Run, options: Any):

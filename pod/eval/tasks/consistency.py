@@ -68,6 +68,7 @@ class Consistency(TextTask):
     name = "consistency"
     title = "same predictions as dense"
     about = "how often the next token is predicted as the dense model does it from the whole text."
+    length_setting = "eval.task_options.consistency.length"
     Options = ConsistencyOptions
 
     def __init__(self, run: Any, options: ConsistencyOptions):

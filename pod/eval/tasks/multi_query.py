@@ -97,6 +97,7 @@ class MultiQuery(GridTask):
     name = "multi_query"
     title = "questions after compression"
     about = "several facts stand in a text, and each is asked for after the cache was compressed."
+    length_setting = "eval.task_options.multi_query.lengths"
     Options = MultiQueryOptions
 
     def __init__(self, run: Any, options: MultiQueryOptions):

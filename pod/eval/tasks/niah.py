@@ -158,6 +158,7 @@ class Niah(PromptTask):
     name = "niah"
     title = "needle in a haystack"
     about = "needle in a haystack: a sentence hidden in a long text has to be found, by length and depth."
+    length_setting = "eval.task_options.niah.lengths"
     Options = NiahOptions
 
     def __init__(self, run: Any, options: NiahOptions):

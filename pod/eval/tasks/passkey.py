@@ -107,6 +107,7 @@ class Passkey(PromptTask):
     name = "passkey"
     title = "passkey"
     about = "a five-digit number that is hidden in repetitive text has to be found."
+    length_setting = "eval.passkey_lengths"
 
     def __init__(self, run: Any, options: Any):
         super().__init__(run, options)

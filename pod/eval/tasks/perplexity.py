@@ -22,6 +22,7 @@ class Perplexity(TextTask):
     name = "perplexity"
     title = "perplexity"
     about = "how well text that training never saw is predicted, by position."
+    length_setting = "eval.text_length"
 
     def __init__(self, run: Any, options: Any):
         super().__init__(run, options)

@@ -68,6 +68,7 @@ class StreamNll(TextTask):
     name = "stream_nll"
     title = "streamed text"
     about = "how well a long text is predicted while it streams through the cache."
+    length_setting = "eval.task_options.stream_nll.length"
     Options = StreamNllOptions
 
     def __init__(self, run: Any, options: StreamNllOptions):

@@ -66,6 +66,10 @@ class Settings:
         """See ``FixedChunks.start_prompt``. Here the schedule depends on the tokens that are held already."""
         return prompt_schedule(self, length, sum(layer.held for layer in layers) // len(layers))
 
+    def check_prompt(self, length: int) -> None:
+        """See ``FixedChunks.check_prompt``: a chunk of the schedule may have less than one token."""
+        prompt_schedule(self, length)
+
 
 @lru_cache(maxsize=64)
 def prompt_schedule(settings: Settings, length: int, held: int = 0) -> Schedule:

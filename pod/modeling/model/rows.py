@@ -54,6 +54,9 @@ class FixedChunks:
         """
         return Schedule((*range(self.size, length, self.size), length))
 
+    def check_prompt(self, length: int) -> None:
+        """Raise ValueError where a first prompt of so many tokens has no schedule. Here each has one."""
+
 
 @dataclass
 class RowGroup:
