@@ -100,7 +100,10 @@ def start(name: str) -> None:
     try:
         command = importlib.import_module(f"pod.commands.{COMMANDS[name][0]}")
         try:
-            command.start() if hasattr(command, "start") else run_recipe(command)
+            if hasattr(command, "start"):
+                command.start()
+            else:
+                run_recipe(command)
         finally:
             sys.stdout.flush()  # only here can a closed pipe still be told from an error
     except BrokenPipeError:  # the reader has closed the pipe, as in `pod eval --list-methods | head`

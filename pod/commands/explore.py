@@ -89,10 +89,12 @@ def note_on_training(recipe: Recipe) -> None:
 
     try:
         checkpoint = latest_checkpoint(recipe.train_dir)
-        trained = checkpoint and plan_sha256(SharingPlan.load(checkpoint / "plan.json"))
+        if checkpoint is None:
+            return
+        trained = plan_sha256(SharingPlan.load(checkpoint / "plan.json"))
     except ValueError:  # the checkpoint is damaged: the command that needs it reports it
         return
-    if trained and trained != plan_sha256(SharingPlan.load(recipe.plan_dir / "plan.json")):
+    if trained != plan_sha256(SharingPlan.load(recipe.plan_dir / "plan.json")):
         print(
             f"warning: {checkpoint} was trained with another plan and keeps it; "
             "to train with this plan, set another output_dir",

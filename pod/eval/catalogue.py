@@ -37,21 +37,26 @@ def combinations(name: str) -> dict[str, str | None]:
 
 
 def describe(width: int = 110) -> str:
-    """The catalogue as text, at most `width` columns wide.
-
-    For every method it gives the source, what the method frees, its parameters with defaults and units, and
-    what it combines with and what not.
-    """
-    lines = []
+    """The catalogue as text, at most `width` columns wide: all methods by axis, and how to write a method."""
+    described = describe_each(width)
+    blocks = []
     for axis, what in AXES.items():
-        lines += [f"{axis.capitalize()}: {what}", ""]
-        for method in METHODS.values():
-            if method.axis == axis:
-                lines += [*_describe(method, width), ""]
-    return "\n".join([*lines, *_WRITTEN])
+        blocks.append(f"{axis.capitalize()}: {what}")
+        blocks += [described[name] for name, method in METHODS.items() if method.axis == axis]
+    blocks.append("\n".join(_WRITTEN))
+    return "\n\n".join(blocks)
 
 
-def _describe(method: Method, width: int) -> list[str]:
+def describe_each(width: int = 110) -> dict[str, str]:
+    """What the catalogue says of every method, as text by the method's name, at most `width` columns wide.
+
+    It gives the source, what the method frees, its parameters with defaults and units, and what it combines
+    with and what not.
+    """
+    return {name: _describe(method, width) for name, method in METHODS.items()}
+
+
+def _describe(method: Method, width: int) -> str:
     name = f"{method.name}({'|'.join(method.inner)})" if method.inner else method.name
     together = combinations(method.name)
     allowed = [spec for spec, reason in together.items() if reason is None]
@@ -67,4 +72,5 @@ def _describe(method: Method, width: int) -> list[str]:
     lines += [f"cannot combine: {', '.join(specs)}: {reason}" for reason, specs in reasons.items()]
     wrapper = textwrap.TextWrapper(width, initial_indent=" " * 6, subsequent_indent=" " * 8)
     wrapped = [part for line in lines for part in wrapper.wrap(line)]
-    return [f"  {name}{'@BUDGET' if method.takes_budget else ''}", *wrapped]
+    heading = f"  {name}{'@BUDGET' if method.takes_budget else ''}"
+    return "\n".join([heading, *wrapped])

@@ -1,11 +1,10 @@
 """What `pod eval --list-methods` and `--list-tasks` print. Neither needs torch."""
 
-import re
 import textwrap
 from collections.abc import Sequence
 
 from pod.eval.answer.methods import UNADAPTED
-from pod.eval.catalogue import describe
+from pod.eval.catalogue import describe, describe_each
 from pod.eval.lm.lm_tasks import LmTask
 from pod.eval.speed.args import SpeedOptions
 from pod.eval.suites import task_base
@@ -22,14 +21,9 @@ def list_methods(names: Sequence[str] = ()) -> str:
 
     Raises: ValueError for a name that is no method, naming the nearest one.
     """
-    text = describe()
     if not names:
-        return text
-    blocks = {}
-    for block in text.split("\n\n"):
-        heading = re.match(r"  (\w+)", block)  # snapkv@BUDGET, imdc(inner)
-        if heading is not None:
-            blocks[heading[1]] = block
+        return describe()
+    blocks = describe_each()
     blocks[UNADAPTED] = blocks["pod"]
     return "\n\n".join(dict.fromkeys(_chosen("method", names, blocks)))
 

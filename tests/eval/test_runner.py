@@ -369,7 +369,8 @@ def test_the_length_to_lower_is_that_of_the_task(place, tmp_path, task, changes,
     changes = changes | {"model.path": str(model_of_256_tokens(tmp_path)), "eval.methods": ["full"]}
     if task in ("niah", "multi_query"):
         changes[f"eval.task_options.{task}.haystack"] = [str(place / "text.txt")]
-    with pytest.raises(ValueError, match=rf"{task}: the dense model reads 256 .* lower {re.escape(setting)}$"):
+    expected = rf"^{task}: the dense model reads 256 .* lower {re.escape(setting)}$"
+    with pytest.raises(ValueError, match=expected):
         runner.prepare(recipe_of(place, **{"eval.tasks": [task]}, **changes), log=lambda line: None)
 
 

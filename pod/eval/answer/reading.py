@@ -65,8 +65,11 @@ class Seen(NamedTuple):
 
     def after(self, tokens: Tensor) -> "Seen":
         """The `Seen` after `tokens` [B, m], of which the cache was fed all but the last. That is held out."""
-        fed = tokens.shape[1] - (self.last is None)
-        return Seen(torch.cat([self.mask, self.mask.new_ones(len(tokens), fed)], 1), tokens[:, -1:], None)
+        fed = tokens.shape[1]
+        if self.last is None:
+            fed -= 1
+        mask = torch.cat([self.mask, self.mask.new_ones(len(tokens), fed)], 1)
+        return Seen(mask, last=tokens[:, -1:], hidden=None)
 
 
 @torch.no_grad()

@@ -48,9 +48,21 @@ def make_runner(
     measure = None if reference is None else functools.partial(measure_bytes, reference, "pod")
     budgets = ByteBudgets(native_bytes_per_token(model), measure)
     runner = MethodRunner(replace(method, one_shot=one_shot), lambda: model, options, budgets)
-    budget = NO_LIMIT if method.fills_pod_bytes else method.budget and (method.budget.tokens or NO_LIMIT)
-    pod.make_cache(model, method.spec, budget=budget, **options)
+    pod.make_cache(model, method.spec, budget=_trial_budget(method), **options)
     return runner
+
+
+def _trial_budget(method: EvaluatedMethod) -> int | None:
+    """The budget (tokens) of a cache that is only made to see whether it can be; None = it takes none.
+
+    A share of the prompt and PoD's bytes give no number of tokens before a prompt is there: then it is
+    `NO_LIMIT`.
+    """
+    if method.fills_pod_bytes:
+        return NO_LIMIT
+    if method.budget is None:
+        return None
+    return method.budget.tokens or NO_LIMIT
 
 
 def method_of(model: Any, name: str | None) -> EvaluatedMethod:

@@ -30,7 +30,7 @@ def parts_of(task: str) -> tuple[str, str] | None:
 def suite_of(task: str) -> str | None:
     """`pod_ruler_4k_vt` → `pod_ruler_4k`."""
     found = parts_of(task)
-    return found and found[0]
+    return None if found is None else found[0]
 
 
 def short_name(task: str) -> str:

@@ -35,15 +35,18 @@ def headline(comparison: Comparison) -> str:
     shown = rows.get("pod") or rows.get("pod-unadapted")
     parts = [part for entry in comparison.entries for part in entry.parts.values()]
     counts = {key: sum(len(part[key]) for part in parts) for key in ("samples", "skipped")}
-    held = shown and bytes_at(shown, common_length(comparison.entries))
-    verdicts = _gains_and_losses(comparison, shown) if shown else {}
-    facts = {"comparison": comparison, "shown": shown, "held": held, "verdicts": verdicts, **counts}
+    facts: dict[str, Any] = {"comparison": comparison, "shown": shown, **counts}
     facts["tasks"] = sum(bool(comparison.measured(task)) for task in comparison.tasks)
-    facts["trained"] = shown and len(_against_trained(comparison, shown))
-    facts["decoded"] = shown and max(
-        [*shown.speed, *shown.decoding], key=lambda row: row["length"], default={}
-    )
-    facts["packed"] = _packed(rows, held["length"]) if held else {}
+    facts |= {"held": None, "verdicts": {}, "trained": None, "decoded": None, "packed": {}}
+    if shown is not None:
+        held = bytes_at(shown, common_length(comparison.entries))
+        facts["held"] = held
+        facts["verdicts"] = _gains_and_losses(comparison, shown)
+        facts["trained"] = len(_against_trained(comparison, shown))
+        speeds = [*shown.speed, *shown.decoding]
+        facts["decoded"] = max(speeds, key=lambda row: row["length"], default={})
+        if held is not None:
+            facts["packed"] = _packed(rows, held["length"])
     return " ".join(sentences("headline", **facts))
 
 

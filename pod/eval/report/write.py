@@ -152,7 +152,7 @@ def _points(comparison: Comparison, tasks: tuple[str, ...]) -> list[dict[str, An
             scale = 1 if payload["kind"] == "nll" else 100
             point = {"family": base_name(entry.method) + entry.label.removeprefix(entry.method)}
             point |= {"label": entry.label, "share": fmean(known), "value": scale * payload["value"]}
-            point |= {"ci95": ends and [scale * end for end in ends]}
+            point["ci95"] = None if ends is None else [scale * end for end in ends]
             points.append(point | {"higher_is_better": payload["higher_is_better"]})
     return points
 
