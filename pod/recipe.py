@@ -137,7 +137,7 @@ def run(
     *,
     sections: Sequence[str],
     description: str | None = None,
-    estimate: Callable[[Recipe], str] | None = None,
+    estimate: Callable[..., str] | None = None,
     add_arguments: Callable[[argparse.ArgumentParser], Any] | None = None,
     check_arguments: Callable[[argparse.Namespace], None] | None = None,
     argv: Sequence[str] | None = None,
@@ -151,11 +151,11 @@ def run(
         main: the command itself.
         sections: the recipe's sections that the command reads. `--help` explains these.
         description: the text at the top of `--help`.
-        estimate: gives the text about time, memory and disk for `--dry-run`.
+        estimate: gives the text about time, memory and disk for `--dry-run`. It is called as `main` is.
         add_arguments: called with the parser. An option whose `dest` holds a dot is a shorthand:
             `parser.add_argument("--threshold", dest="explore.threshold")` equals `--set explore.threshold=…`
-            and wins over it. An option whose `dest` is a parameter of `main` is handed to it:
-            `main(recipe, overwrite=True)`.
+            and wins over it. An option whose `dest` is a parameter of `main` or of `estimate` is handed to
+            it: `main(recipe, overwrite=True)`.
         check_arguments: called with the parsed arguments. It raises ValueError for options that do not go
             together.
         argv: the arguments; None takes those of the process.
@@ -165,8 +165,6 @@ def run(
         add_arguments(parser)
     arguments = parser.parse_args(argv)
     shorthands = {key: value for key, value in vars(arguments).items() if "." in key}
-    parameters = inspect.signature(main).parameters
-    options = {key: value for key, value in vars(arguments).items() if key in parameters}
     overrides = [f"{key}={value}" for key, value in shorthands.items() if value not in (None, [])]
     try:
         if check_arguments is not None:
@@ -179,20 +177,28 @@ def run(
             elsewhere = recipe.export.path if "export" in sections else None
             check_can_write(elsewhere or recipe.output_dir, "export.path" if elsewhere else "output_dir")
             with printing(arguments.verbosity):
-                main(recipe, **options)
+                main(recipe, **_options_for(main, arguments))
     except (ValueError, OSError, RuntimeError, ImportError) as error:
         exit_with(error)
+
+
+def _options_for(function: Callable[..., Any], arguments: argparse.Namespace) -> dict[str, Any]:
+    """The options of the command line that are parameters of a function."""
+    parameters = inspect.signature(function).parameters
+    return {key: value for key, value in vars(arguments).items() if key in parameters}
 
 
 def _print_dry_run(
     recipe: Recipe,
     sections: Sequence[str],
-    estimate: Callable[[Recipe], str] | None,
+    estimate: Callable[..., str] | None,
     arguments: argparse.Namespace,
 ) -> None:
     """Print the estimate for `--dry-run`, and below it the resolved recipe for `--print-config`."""
-    if arguments.dry_run:
-        print(estimate(recipe) if estimate else "There is no estimate for this command.")
+    if arguments.dry_run and estimate is None:
+        print("There is no estimate for this command.")
+    elif arguments.dry_run:
+        print(estimate(recipe, **_options_for(estimate, arguments)))
     if arguments.dry_run and arguments.print_config:
         print("---")
     if arguments.print_config:

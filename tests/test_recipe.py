@@ -335,6 +335,17 @@ def test_dry_run_prints_recipe_and_estimate_and_does_nothing(capsys):
     assert capsys.readouterr().out == "needs 5 GB\n"
 
 
+def test_an_estimate_gets_the_options_that_are_its_parameters(capsys):
+    def add(parser):
+        parser.add_argument("--gpus")
+        parser.add_argument("--other")
+
+    argv = ["--dry-run", "--gpus", "8x24", "--other", "x"]
+    asked = {"estimate": lambda recipe, gpus=None: f"on {gpus}", "add_arguments": add}
+    started(lambda recipe: pytest.fail("main ran"), argv, **asked)
+    assert capsys.readouterr().out == "on 8x24\n"
+
+
 def test_the_resolved_recipe_is_printed_on_request(capsys, tmp_path):
     """Alone, as a recipe that gives the same one again; with --dry-run, below the estimate."""
     argv = ["--print-config", "--set", "seed=5"]

@@ -11,11 +11,14 @@ An interrupted run continues where it stopped.
 
 import argparse
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pod.commands import note_on_data, run_recipe
 from pod.commands.gpu import prepare
 from pod.recipe import Recipe, exit_with
+
+if TYPE_CHECKING:
+    from pod.eval.answer.devices import Gpus
 
 SECTIONS = "model", "data", "eval"
 
@@ -67,7 +70,7 @@ def check_arguments(arguments: argparse.Namespace) -> None:
         )
 
 
-def _gpus(text: str) -> Any:
+def _gpus(text: str) -> "Gpus":
     from pod.eval.answer.devices import Gpus
 
     try:
@@ -90,13 +93,15 @@ class List(argparse.Action):
         parser.exit()
 
 
-def estimate(recipe: Recipe) -> str:
-    """Text for `--dry-run`: tokens that each method will process, and how the models will lie on GPUs."""
+def estimate(recipe: Recipe, gpus: "Gpus | None" = None) -> str:
+    """Text for `--dry-run`: tokens that each method will process, and how the models will lie on GPUs.
+
+    Args:
+        gpus: the value of --gpus; None = the GPUs of this machine.
+    """
     from pod.eval.estimate import estimate as estimate_tokens
 
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    add_arguments(parser)
-    return estimate_tokens(recipe, parser.parse_known_args()[0].gpus)
+    return estimate_tokens(recipe, gpus)
 
 
 def main(recipe: Recipe) -> None:

@@ -75,17 +75,23 @@ def make_passkeys(recipe: Recipe) -> list[Any]:
     return [PasskeyProbe.of(tokenizer, one.text, one.key, one.depth) for one in prompts]
 
 
-def estimate(recipe: Recipe) -> str:
-    """Text for `--dry-run`: layout, memory and time, on this machine or the one that the options name."""
+def estimate(
+    recipe: Recipe,
+    ranks: int | None = None,
+    ranks_per_node: int | None = None,
+    device: str | None = None,
+) -> str:
+    """Text for `--dry-run`: layout, memory and time, on this machine or the one that the options name.
+
+    Args:
+        ranks, ranks_per_node, device: the values of these options; None = not given.
+    """
     from pod.training.predict.layout_search import this_machine
     from pod.training.predict.step_time import get_device
     from pod.training.run.start import estimate
 
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    add_arguments(parser)
-    options = parser.parse_known_args()[0]
-    device = get_device(options.device) if options.device else None
-    return estimate(recipe, this_machine(options.ranks, options.ranks_per_node, device))
+    known = None if device is None else get_device(device)
+    return estimate(recipe, this_machine(ranks, ranks_per_node, known))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

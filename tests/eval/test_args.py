@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 import pod
-from pod.eval.answer.methods import METHODS, find_method
+from pod.eval.answer.methods import EVALUATED_METHODS, find_method
 from pod.eval.args import EvalArgs
 from pod.eval.method_and_task_lists import list_methods
 from pod.eval.runner import prepare
@@ -44,7 +44,7 @@ def test_wrong_values(values, message):
 
 
 def test_methods_that_drop_tokens_are_never_scored_in_one_pass():
-    assert not any(method.takes_budget and method.one_shot for method in METHODS.values())
+    assert not any(method.takes_budget and method.one_shot for method in EVALUATED_METHODS.values())
 
 
 def test_every_method_can_be_evaluated_but_layouts_that_weights_were_trained_with():
@@ -60,7 +60,7 @@ def test_every_method_can_be_evaluated_but_layouts_that_weights_were_trained_wit
 
 
 def test_every_method_has_its_parameters_in_the_list():
-    for name in METHODS:
+    for name in EVALUATED_METHODS:
         assert "source: " in list_methods([name]), name
     assert list_methods(["pod", "pod-unadapted"]) == list_methods(["pod"])
 

@@ -11,7 +11,7 @@ from pod.eval.answer.budget import (
     measure_bytes,
     native_bytes_per_token,
 )
-from pod.eval.answer.methods import METHODS
+from pod.eval.answer.methods import EVALUATED_METHODS
 
 
 def test_bytes_per_token_by_hand(dense_model):
@@ -39,7 +39,7 @@ def test_budgets_hold_pods_bytes_at_the_end(name, dense_model, pod_model):
 
     It is measured on the caches.
     """
-    length, fed, method = 900, 12, METHODS[name]
+    length, fed, method = 900, 12, EVALUATED_METHODS[name]
     budgets = budgets_of(pod_model)
     cache = MethodRunner(method, lambda: dense_model, {}, budgets).cache(Span(length, fed))
     ids = torch.arange(length)[None] % 96
@@ -52,13 +52,13 @@ def test_budgets_hold_pods_bytes_at_the_end(name, dense_model, pod_model):
 
 def test_methods_without_budget_get_none(pod_model):
     for name in ("full", "pod"):
-        runner = MethodRunner(METHODS[name], lambda: pod_model, {}, budgets_of(pod_model))
+        runner = MethodRunner(EVALUATED_METHODS[name], lambda: pod_model, {}, budgets_of(pod_model))
         assert runner.budget(Span(64, 4)) is None and runner.cache_budget(Span(64, 4)) is None
 
 
 def test_more_fed_tokens_than_bytes_is_an_error(pod_model):
     with pytest.raises(ValueError, match="snapkv: PoD's bytes at 64 tokens leave -"):
-        budgets_of(pod_model).tokens(METHODS["snapkv"], Span(64, fed=80))
+        budgets_of(pod_model).tokens(EVALUATED_METHODS["snapkv"], Span(64, fed=80))
 
 
 def test_stated_bytes_without_pod_and_without_cache():

@@ -1,7 +1,6 @@
 """On which GPUs the models of an evaluation lie: on paper, from configurations alone."""
 
 import json
-import sys
 
 import pytest
 import torch
@@ -129,13 +128,12 @@ def test_a_device_that_is_not_there_is_refused(monkeypatch, device):
         check_available([torch.device(device)])
 
 
-def test_the_recipe_of_a_72b_model_is_laid_out_by_its_dry_run(tmp_path, monkeypatch):
+def test_the_recipe_of_a_72b_model_is_laid_out_by_its_dry_run(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(QWEN_72B))
     recipe = load_recipe("paper/razor_qwen15_72b", [f"model.path={tmp_path}"])
     found = {}
     for gpus in ("2x80", "8x80"):
-        monkeypatch.setattr(sys, "argv", ["pod eval", "--dry-run", "--gpus", gpus])
-        found[gpus] = evaluate.estimate(recipe).partition("Layout on ")[2].splitlines()
+        found[gpus] = evaluate.estimate(recipe, Gpus.of(gpus)).partition("Layout on ")[2].splitlines()
     assert found["2x80"][0] == "2 GPUs of 80 GiB (eval.device: auto):"
     # 64 KV heads: 2.5 MiB a token
     assert found["2x80"][1].startswith(

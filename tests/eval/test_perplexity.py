@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from own_runs import nll_by_decode, nll_by_forward
 
 import pod
-from pod.eval.answer.methods import METHODS
+from pod.eval.answer.methods import EVALUATED_METHODS
 from pod.eval.answer.score import forward_error, token_scores
 from pod.eval.suites.buckets import Bucket, position_buckets
 
@@ -124,7 +124,7 @@ def test_pod_differs_from_dense_once_there_are_distant_tokens(text, dense_model,
     assert (dense[1] - shared[1]).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("name", [name for name, method in METHODS.items() if method.takes_budget])
+@pytest.mark.parametrize("name", [name for name, method in EVALUATED_METHODS.items() if method.takes_budget])
 @pytest.mark.parametrize("scored", [6, 1])
 def test_budget_below_the_length_changes_scores(name, scored, text, dense_model):
     """Compression is not bypassed, not even when a single token is scored."""

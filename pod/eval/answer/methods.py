@@ -97,7 +97,7 @@ def _all_alone() -> dict[str, EvaluatedMethod]:
     return found
 
 
-METHODS = _all_alone()
+EVALUATED_METHODS = _all_alone()
 """Every method that may be a part of a method's name, by its own name, in the order of a report's rows."""
 
 
@@ -118,10 +118,10 @@ def find_method(name: str) -> EvaluatedMethod:
         found = _own_model(written.plain)
     else:
         for part in written.names:
-            if part not in METHODS:
-                raise unknown("method", part, METHODS)
+            if part not in EVALUATED_METHODS:
+                raise unknown("method", part, EVALUATED_METHODS)
         written = written.in_order(_axis)
-        found = _joined([METHODS[part] for part in written.names], written.plain)
+        found = _joined([EVALUATED_METHODS[part] for part in written.names], written.plain)
     if written.budget is not None and not found.takes_budget:
         raise ValueError(f"method {name!r}: {written.plain} takes no budget: leave out @{written.budget}")
     budget = None if written.budget is None or written.budget.is_pod else written.budget

@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from pod.eval.answer.methods import BASE, METHODS, TRAINED
+from pod.eval.answer.methods import BASE, EVALUATED_METHODS, TRAINED
 from pod.eval.report.names import categories_of, plain, suite_of
 from pod.eval.report.samples import Samples
 from pod.eval.results import SCHEMA_VERSION, result_files
@@ -385,7 +385,7 @@ def _rank(method: str) -> tuple[int, str, float, str]:
     Methods come in the order of pod.eval.answer.methods, combinations and models after them. Budgets of one
     method come together, the smallest first.
     """
-    order = [BASE, TRAINED, *METHODS]
+    order = [BASE, TRAINED, *EVALUATED_METHODS]
     name, budget = cut_budget(method)
     number = re.search(r"[0-9.]+", budget)
     size = float(number.group()) if number else 0.0
