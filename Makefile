@@ -61,7 +61,7 @@ check-export: $(STAMP)  ## load the demo's export in a second venv that holds on
 	@cd .venv-export && bin/python ../examples/load_export.py ../runs/demo/export ../runs/demo/export_check.safetensors
 
 docs: $(STAMP)  ## the API reference from the docstrings: runs/docs/pod.html
-	@$(RUN) -m pdoc -o runs/docs pod $(foreach part,bench commands data engine eval export kernels measure training,'!pod.$(part)')
+	@$(RUN) -m pdoc -o runs/docs pod $(foreach part,bench commands data engine eval export kernels measure plan training,'!pod.$(part)')
 	@echo "written: runs/docs/pod.html"
 
 lint: $(STAMP)  ## formatting, lint rules and types

@@ -32,6 +32,7 @@ from pod.schema import (
     field_docs,
     fields_of,
     hints_of,
+    is_setting,
     nearest,
     one_line,
     section,
@@ -103,9 +104,9 @@ class Recipe:
 
     plan_dir = _folder("plan", "Where `pod explore` writes plan.json, the costs and the pictures.")
     data_dir = _folder("data", "Where `pod data` writes the packed shards.")
-    train_dir = _folder("train", "Where train_pod.py writes step-N/, latest and metrics.jsonl.")
+    train_dir = _folder("train", "Where `pod train` writes step-N/, latest and metrics.jsonl.")
     eval_dir = _folder("eval", "Where `pod eval` writes its JSON and report.html.")
-    bench_dir = _folder("bench", "Where bench.py writes its JSON.")
+    bench_dir = _folder("bench", "Where `pod bench` writes its JSON.")
 
     @property
     def export_dir(self) -> Path:
@@ -230,9 +231,13 @@ def _find_recipe(path: Path) -> Path:
 
     The name is given with or without .yaml.
     """
+    if path.exists():
+        return path
     inside = path.relative_to("configs") if path.is_relative_to("configs") else path
-    names = (RECIPES / path, RECIPES / f"{path}.yaml", RECIPES / inside)
-    return path if path.exists() else next((file for file in names if file.is_file()), path)
+    for file in (RECIPES / path, RECIPES / f"{path}.yaml", RECIPES / inside):
+        if file.is_file():
+            return file
+    return path
 
 
 def _apply_override(content: dict[str, Any], override: str) -> None:
@@ -241,13 +246,16 @@ def _apply_override(content: dict[str, Any], override: str) -> None:
     *sections, last = name.strip().split(".")
     if not sign or not all([*sections, last]):
         raise ValueError(f"--set {override!r}: expected NAME=VALUE, for example --set train.max_steps=10")
-    for key in sections:
-        inner = content[key] = content.get(key) or {}
-        if not isinstance(inner, dict):
-            raise ValueError(
-                f"--set {override!r}: {key} is a setting, not a section with settings of its own"
-            )
-        content = inner
+    for depth, key in enumerate(sections, start=1):
+        path = sections[:depth]
+        place = f"--set {override!r}: {'.'.join(path)}"
+        if is_setting(Recipe, path):
+            raise ValueError(f"{place} is a setting, not a section with settings of its own")
+        if content.get(key) is None:
+            content[key] = {}
+        if not isinstance(content[key], dict):
+            raise ValueError(f"{place} is {content[key]!r} in the recipe: it should be a section")
+        content = content[key]
     try:
         value = yaml.load(text, Loader=Loader)
     except yaml.YAMLError as error:
@@ -286,10 +294,10 @@ def _find_extended(folder: Path, name: str, above: tuple[Path, ...]) -> Path:
 
     The result is never one of `above`, the recipes that extend this one.
     """
-    beside = (folder / name, folder / f"{name}.yaml")
-    found = (file for file in beside if file.is_file() and file.resolve() not in above)
-    inside = _find_recipe(Path(name))
-    return next(found, inside if inside.is_file() and inside.resolve() not in above else beside[0])
+    for file in (folder / name, folder / f"{name}.yaml", _find_recipe(Path(name))):
+        if file.is_file() and file.resolve() not in above:
+            return file
+    return folder / name
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:

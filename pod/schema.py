@@ -202,9 +202,8 @@ def _located(message: str, cls: Any, where: str) -> str:
 def _unknown_key(key: Any, cls: type, where: str) -> str:
     """The message about a key that a section does not have. It shows which key was probably meant.
 
-    A key of an older version, which the section's `former_names` lists, is answered with its new name. Any
-    other key is compared with the fields of the section and of the sections inside it: at the top of a
-    recipe, `num_sink_tokens` is answered with `model.num_sink_tokens`. Where no field is very much alike
+    The key is compared with the fields of the section and of the sections inside it: at the top of a recipe,
+    `num_sink_tokens` is answered with `model.num_sink_tokens`. Where no field is very much alike
     (`_VERY_NEAR`), the message also lists the fields of the section.
 
     Args:
@@ -213,10 +212,6 @@ def _unknown_key(key: Any, cls: type, where: str) -> str:
         where: its dotted name; empty for the whole recipe.
     """
     of_section = f" in {where}" if where else ""
-    former_names = getattr(cls, "former_names", {})
-    if key in former_names:
-        new_name = _dotted_name(where, [former_names[key]])
-        return f"unknown key {key!r}{of_section}: it is called {new_name!r} now"
     known = {name: _dotted_name(where, [name]) for name in fields_of(cls)}
     for name in list(known):
         section = hints_of(cls)[name]
@@ -332,6 +327,21 @@ def fields_of(cls: Any) -> dict[str, dataclasses.Field]:
 
 hints_of = functools.cache(typing.get_type_hints)
 """For a class: name → resolved type annotation."""
+
+
+def is_setting(cls: Any, path: Sequence[str]) -> bool:
+    """Whether a path leads to one value: not to a section, a mapping or an unknown name.
+
+    Example: in a `Recipe`, `["seed"]` does. `["train"]` and `["eval", "models"]` do not.
+
+    Args:
+        cls: the section where the path begins.
+    """
+    for key in path:
+        if not dataclasses.is_dataclass(cls) or key not in fields_of(cls):
+            return False
+        cls = hints_of(cls)[key]
+    return not dataclasses.is_dataclass(cls) and get_origin(cls) is not dict
 
 
 def one_line(error: BaseException) -> str:

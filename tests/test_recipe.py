@@ -80,13 +80,15 @@ def test_mistakes_in_the_file(tmp_path, text, message):
     ("override", "message"),
     [
         ("train.max_step=3", "unknown key 'max_step' in train (did you mean 'train.max_steps'?)"),
-        ("train.carry=keep", "unknown key 'carry' in train: it is called 'train.shared_qk' now"),
         ("max_steps=3", "(did you mean 'train.max_steps'?)"),
         ("train.max_steps", "expected NAME=VALUE"),
         (".max_steps=3", "expected NAME=VALUE"),
         ("train.max_steps=[", "the value is not valid YAML"),
         ("train.max_steps=ten", "train.max_steps is 'ten': it should be a valid integer"),
         ("train=3", "train is 3: it should be a section with the settings"),
+        ("seed.x=1", "seed is a setting, not a section"),
+        ("train.max_steps.x=1", "train.max_steps is a setting, not a section"),
+        ("tarin.max_steps=1", "unknown key 'tarin' (did you mean 'train'?)"),
     ],
 )
 def test_mistakes_in_overrides(override, message):
@@ -94,6 +96,28 @@ def test_mistakes_in_overrides(override, message):
         load_recipe(None, [override])
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "override", "message"),
+    [
+        ("seed: 0", "seed.x=1", "seed is a setting, not a section"),
+        ("train: {allow_repeats: false}", "train.allow_repeats.x=1", "train.allow_repeats is a setting"),
+        ("train: []", "train.max_steps=1", "train is [] in the recipe: it should be a section"),
+        ("train: 0", "train.max_steps=1", "train is 0 in the recipe: it should be a section"),
+    ],
+)
+def test_an_override_replaces_no_value_of_the_file_by_a_section(tmp_path, text, override, message):
+    with pytest.raises(ValueError) as caught:
+        load_recipe(write(tmp_path, text), [override])
+    assert message in str(caught.value)
+
+
+def test_an_override_makes_the_sections_and_mappings_that_the_file_leaves_empty(tmp_path):
+    path = write(tmp_path, "train:\neval: {method_options: }\n")
+    recipe = load_recipe(path, ["train.max_steps=7", "eval.method_options.snapkv.window=16"])
+    assert recipe.train.max_steps == 7
+    assert recipe.eval.method_options == {"snapkv": {"window": 16}}
 
 
 def test_the_keys_of_a_section_are_listed_where_none_is_very_near():

@@ -1,7 +1,7 @@
 """Sections `train` and `export` of a recipe."""
 
 from dataclasses import field
-from typing import ClassVar, Literal
+from typing import Literal
 
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -15,10 +15,6 @@ class TrainRecipe:
     A field whose null means "chosen to fit the devices" is derived from ranks and device, by
     `pod.training.predict.layout_search`.
     """
-
-    former_names: ClassVar[dict[str, str]] = {"carry": "shared_qk"}
-    """Old names of fields and their present names. A recipe with an old name gets an error that says the
-    present one."""
 
     total_tokens: PositiveInt | None = None
     """Tokens of the whole run, padding included. The number of steps is total_tokens / tokens_per_step,

@@ -6,7 +6,7 @@ The loss is measured on rows made of the held-out text, which lies beside the pr
 import contextlib
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -323,45 +323,22 @@ def _scores_of_row(
 ) -> tuple[Tensor, Tensor]:
     """What `token_scores` gives for this rank's slice of a row, `[1, n_local]` each, on the device.
 
-    Args:
-        mine: this rank's slice of the row.
-        chunk_bytes: as in `token_scores`.
-    """
-    scores: list[Tensor] = []
-
-    def score(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        losses, best = token_scores(hidden, weight, labels, chunk_bytes)
-        scores.extend((losses, best))
-        return losses
-
-    _read(module, device, row, mine, score)
-    losses, best = scores
-    return losses, best
-
-
-def _read(
-    module: Any,
-    device: torch.device,
-    row: Rows,
-    mine: slice,
-    reader: Callable[[Tensor, Tensor, Tensor], Tensor],
-) -> None:
-    """Make one forward pass over a row, and hand the last hidden states to `reader` instead of the loss.
-
     Every rank of a sequence-parallel group is given the whole row.
 
     Args:
         mine: this rank's slice of the row.
-        reader: takes hidden states [B, n_local, hidden], output projection [V, hidden] and labels [B,
-            n_local]. It is called where the loss would be, so that ZeRO-3 has gathered the output projection.
+        chunk_bytes: as in `token_scores`.
     """
-    head = module.loss_head
-    head.forward = lambda hidden, labels: reader(hidden, head.weight, labels)
-    parts = {name: row[name][:, mine] for name in ("input_ids", "labels")} | {"doc_ids": row["doc_ids"]}
-    try:
-        module(**{name: part.to(device) for name, part in parts.items()})
-    finally:
-        del head.forward
+
+    def scores(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        return token_scores(hidden, weight, labels, chunk_bytes)
+
+    return module(
+        input_ids=row["input_ids"][:, mine].to(device),
+        labels=row["labels"][:, mine].to(device),
+        doc_ids=row["doc_ids"].to(device),
+        reader=scores,
+    )
 
 
 def token_scores(hidden: Tensor, weight: Tensor, labels: Tensor, chunk_bytes: int) -> tuple[Tensor, Tensor]:

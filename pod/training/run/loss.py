@@ -5,10 +5,10 @@ through the tokens in chunks and keeps one fp32 log-sum-exp per token. During ba
 again, in blocks of the vocabulary. The loss is computed in fp32, and the gradients are exact.
 """
 
+from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pod.training import deepspeed_bridge as bridge
 from pod.training.args import TrainArgs
@@ -16,6 +16,12 @@ from pod.training.args import TrainArgs
 MEBIBYTE = 2**20
 IGNORED_LABEL = -100
 """Label of a token that counts in no loss."""
+Reader = Callable[[Tensor, Tensor, Tensor], Any]
+"""What is computed where the loss would be.
+
+It takes the last hidden states [B, n, hidden], the output projection [V, hidden] and the labels [B, n].
+ZeRO-3 gathers the output projection before the call.
+"""
 
 
 def loss_scale(args: TrainArgs, mesh: Any, num_labels: float) -> float:
@@ -52,13 +58,15 @@ class LossHead(nn.Module):
         self.chunk_bytes = chunk_mib * MEBIBYTE
         self.vocab_size = weight.shape[0]
 
-    def forward(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """The sum of the losses, an fp32 scalar.
+    def forward(self, hidden: Tensor, labels: Tensor, reader: Reader | None = None) -> Any:
+        """The sum of the losses, an fp32 scalar; with a reader, what it returns.
 
         Args:
             hidden: [B, n, hidden].
             labels: [B, n], already shifted; -100 = no label.
         """
+        if reader is not None:
+            return reader(hidden, self.weight, labels)
         rows = max(1, min(labels.numel(), self.chunk_bytes // (4 * self.vocab_size)))
         return bridge.linear_cross_entropy(hidden, self.weight, labels, IGNORED_LABEL, rows)
 
@@ -82,12 +90,14 @@ class LanguageModelLoss(nn.Module):
     def _causal_model(self) -> Any:
         return self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
 
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, doc_ids: torch.Tensor) -> torch.Tensor:
-        """The sum of the losses.
+    def forward(
+        self, input_ids: Tensor, labels: Tensor, doc_ids: Tensor, reader: Reader | None = None
+    ) -> Any:
+        """The sum of the losses; with a reader, what it returns for this rank's slice.
 
         Args:
             input_ids, labels: this rank's slice, [B, n_local].
             doc_ids: the whole rows, [B, n].
         """
         hidden = self._causal_model.model(input_ids=input_ids, doc_ids=doc_ids).last_hidden_state
-        return self.loss_head(hidden, labels)
+        return self.loss_head(hidden, labels, reader=reader)
