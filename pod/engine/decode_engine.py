@@ -32,6 +32,8 @@ from pod.modeling.model import decode
 from pod.modeling.model.cache import PodCache
 from pod.modeling.model.layout import PodCacheLayer
 from pod.modeling.model.step import Step
+from pod.notation import parse
+from pod.registry import METHODS
 
 _WARM_UPS = 2  # runs before a graph is recorded, in which kernels compile and libraries allocate memory
 # How many slots are allocated beyond a prompt, or beyond a cache that is full: so many, or 1/8 of it if more.
@@ -52,6 +54,15 @@ def refusal(cache: PodCache) -> str | None:
         if layer.extra_slots and (layer.roles.followers or layer.roles.windows):
             return f"the {cache.spec} cache keeps extra_slots behind its windows"
     return None
+
+
+def can_serve(spec: str) -> bool:
+    """Whether an engine can decode with caches of a spec: ``full`` or ``pod``, native or in 4 bits.
+
+    ``refusal`` is about a cache, which may be refused for what its model's plan or its parameters say.
+    """
+    methods = [METHODS[name] for name in parse(spec).names]
+    return all("capacity" in method.parameters or method.bits == 4 for method in methods)
 
 
 def attach(cache: PodCache, capacity: int, backend: str = "auto") -> "StaticEngine":
@@ -312,7 +323,9 @@ class StaticEngine:
             raise ValueError(f"token is {list(token.shape)}, expected [B, 1]: the next token of each row")
         past = self.cache.begin_decoding(token.shape[0])
         self._make_room(past + num_tokens)
-        bound = self._bind() or self._bind()  # tensors that were replaced keep their address during this call
+        bound = self._bind()
+        if bound is None:  # tensors were replaced; the new ones keep their address during this call
+            bound = self._bind()
         assert bound is not None, "a complete prompt is at rest"
 
         def restart() -> None:
@@ -396,7 +409,8 @@ class StaticEngine:
         held = self._programs.get(name)
         if held is None or not held.serves(model):
             self._programs.pop(name, None)  # frees its graph before the next one needs memory
-            held = self._programs[name] = Program(model, self._prepare(run, restart))
+            held = Program(model, self._prepare(run, restart))
+            self._programs[name] = held
         return held.run
 
     def _prepare(self, run: Callable[[], Tensor], restart: Callable[[], None]) -> Callable[[], Tensor]:
