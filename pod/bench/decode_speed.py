@@ -29,12 +29,13 @@ import pod
 from pod.bench.args import FULL, STOCK, BenchArgs
 from pod.bench.decode_bytes import Sizes, budget_at, is_modelled, read_per_step, uses_plan
 from pod.bench.dense_decode import candidates
-from pod.engine import can_serve
 from pod.eval.answer.methods import EvaluatedMethod
 from pod.eval.results import one_line
 from pod.measure.random_cache import fill_with_random_tokens
 from pod.measure.speed_comparison import Runner, race, spread
 from pod.modeling.placement import is_spread, places_of
+from pod.notation import parse
+from pod.registry.combine import has_decode_engine
 
 _WARM_UP = 2  # tokens; during the first one, the engine compiles and captures
 _TRIAL_STEPS = 8  # tokens by which backends for the dense cache are compared
@@ -90,7 +91,7 @@ def make_cache(
     options |= {"budget": budget_at(bench.sizes, method, length)} if method.takes_budget else {}
     named = {"full", "pod"} & set(spec.split("+"))
     without = "without the decode engine"
-    if not can_serve(spec):
+    if not has_decode_engine(parse(spec)):
         return pod.make_cache(model, spec, **options), f"{without}: it does not support this method"
     try:
         cache = pod.make_cache(model, spec if named else f"full+{spec}", capacity=capacity, **options)

@@ -32,8 +32,6 @@ from pod.modeling.model import decode
 from pod.modeling.model.cache import PodCache
 from pod.modeling.model.layout import PodCacheLayer
 from pod.modeling.model.step import Step
-from pod.notation import parse
-from pod.registry import METHODS
 
 _WARM_UPS = 2  # runs before a graph is recorded, in which kernels compile and libraries allocate memory
 # How many slots are allocated beyond a prompt, or beyond a cache that is full: so many, or 1/8 of it if more.
@@ -54,15 +52,6 @@ def refusal(cache: PodCache) -> str | None:
         if layer.extra_slots and (layer.roles.followers or layer.roles.windows):
             return f"the {cache.spec} cache keeps extra_slots behind its windows"
     return None
-
-
-def can_serve(spec: str) -> bool:
-    """Whether an engine can decode with caches of a spec: ``full`` or ``pod``, native or in 4 bits.
-
-    ``refusal`` is about a cache, which may be refused for what its model's plan or its parameters say.
-    """
-    methods = [METHODS[name] for name in parse(spec).names]
-    return all("capacity" in method.parameters or method.bits == 4 for method in methods)
 
 
 def attach(cache: PodCache, capacity: int, backend: str = "auto") -> "StaticEngine":

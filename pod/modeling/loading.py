@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from pod.families import FAMILIES, OTHER_PARTS, fields_of, read_weight, stored_names
 from pod.files import read_json
@@ -24,15 +24,11 @@ from pod.modeling.load_options import LoadOptions, load_options
 from pod.modeling.model.attend import compute_dtype
 from pod.modeling.model.config import PodConfig
 from pod.modeling.model.flash_version import use_asked
-from pod.modeling.model.llama import PodForCausalLM, PodModel
+from pod.modeling.model.llama import PodForCausalLM
 from pod.modeling.model.sharing import SharingPlan
 from pod.modeling.model.sink_constants import SinkConstants
 from pod.modeling.placement import dispatch, layout_of, stock_map
 from pod.models import read_config, resolve_model, ways_without_network
-
-AutoConfig.register(PodConfig.model_type, PodConfig)
-AutoModel.register(PodConfig, PodModel)
-AutoModelForCausalLM.register(PodConfig, PodForCausalLM)
 
 _PROJECTION = re.compile(
     r"model\.layers\.(\d+)\.self_attn\.(?:([qkv])_(?:proj\.(?:weight|bias)|norm\.weight)|o_proj\.weight)"
