@@ -4,9 +4,7 @@ PoD stands for Proximal over Distant.
 """
 
 import importlib
-import importlib.util
 import sys
-from importlib.abc import MetaPathFinder
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -59,7 +57,8 @@ def __getattr__(name: str) -> Any:
     home = next((home for home, names in _HOMES.items() if name in names), None)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = found = getattr(importlib.import_module(f"pod.{home}"), name)
+    found = getattr(importlib.import_module(f"pod.{home}"), name)
+    globals()[name] = found
     return found
 
 
@@ -67,31 +66,5 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-_AUTO = "transformers.models.auto.modeling_auto"
-
-
-class _WithAutoClasses(MetaPathFinder):
-    """Registers our classes with ``AutoModelForCausalLM`` as soon as somebody imports it.
-
-    Until then, transformers need not be imported.
-    """
-
-    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
-        if fullname != _AUTO:
-            return None
-        sys.meta_path.remove(self)
-        spec: Any = importlib.util.find_spec(fullname)
-        execute = spec.loader.exec_module
-
-        def execute_and_register(module: Any) -> None:
-            execute(module)
-            importlib.import_module("pod.modeling.loading")
-
-        spec.loader.exec_module = execute_and_register
-        return spec
-
-
-if _AUTO in sys.modules:
-    importlib.import_module("pod.modeling.loading")
-else:
-    sys.meta_path.insert(0, _WithAutoClasses())
+if "transformers" in sys.modules:
+    importlib.import_module("pod.modeling")  # makes our models known to transformers' auto classes

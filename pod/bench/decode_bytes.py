@@ -72,12 +72,13 @@ class Sizes:
         own = getattr(config, "layer_windows", None) or [None] * config.num_hidden_layers
         heads, hidden, inner = config.num_key_value_heads, config.hidden_size, config.intermediate_size
         linear = 2 * hidden * config.head_dim * (config.num_attention_heads + heads)
-        experts, used = (getattr(config, name, 0) for name in ("num_experts", "num_experts_per_tok"))
-        wide, seen = (
-            number * config.moe_intermediate_size if experts else inner for number in (experts, used)
-        )
+        held_inner, read_inner = inner, inner
+        if num_experts := getattr(config, "num_experts", 0):
+            held_inner = num_experts * config.moe_intermediate_size
+            read_inner = config.num_experts_per_tok * config.moe_intermediate_size
         table, layers = config.vocab_size * hidden, config.num_hidden_layers
-        held, read = (layers * (linear + 3 * hidden * width) + table for width in (wide, seen))
+        held = layers * (linear + 3 * hidden * held_inner) + table
+        read = layers * (linear + 3 * hidden * read_inner) + table
         return cls(
             plan=plan,
             dense=spread_plan(own, heads, 0.0),
@@ -101,7 +102,9 @@ class Sizes:
         """
         plan = self.plan if uses_plan(method) else self.dense
         for layer, window in enumerate(self.windows):
-            bits = codec_bits(method) or (plan.bits[layer] if plan.bits else 16)
+            bits = codec_bits(method)
+            if bits is None:
+                bits = 16 if plan.bits is None else plan.bits[layer]
             yield roles_of(plan.lead, layer), sum(window), *self.token_bytes(method, bits, tokens)
 
     def token_bytes(self, method: EvaluatedMethod, bits: int, tokens: int) -> tuple[float, float]:
@@ -149,7 +152,9 @@ def spread_plan(
         cuts = {0, *draw.sample(range(1, len(held)), blocks - 1)} if held else set()
         lead = None
         for place, layer in enumerate(held):
-            plan[layer][head] = lead = layer if place in cuts else lead
+            if place in cuts:
+                lead = layer
+            plan[layer][head] = lead
     return SharingPlan(lead=tuple(map(tuple, plan)))
 
 

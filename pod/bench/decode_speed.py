@@ -34,6 +34,8 @@ from pod.eval.results import one_line
 from pod.measure.random_cache import fill_with_random_tokens
 from pod.measure.speed_comparison import Runner, race, spread
 from pod.modeling.placement import is_spread, places_of
+from pod.notation import parse
+from pod.registry.combine import has_decode_engine
 
 _WARM_UP = 2  # tokens; during the first one, the engine compiles and captures
 _TRIAL_STEPS = 8  # tokens by which backends for the dense cache are compared
@@ -88,12 +90,13 @@ def make_cache(
     options = {name: value for name, value in method.options.items() if name != "skip_share"}
     options |= {"budget": budget_at(bench.sizes, method, length)} if method.takes_budget else {}
     named = {"full", "pod"} & set(spec.split("+"))
+    without = "without the decode engine"
+    if not has_decode_engine(parse(spec)):
+        return pod.make_cache(model, spec, **options), f"{without}: it does not support this method"
     try:
         cache = pod.make_cache(model, spec if named else f"full+{spec}", capacity=capacity, **options)
     except ValueError as error:
-        has_no_engine = "capacity" in str(error)  # the parameter that asks for one
-        reason = "it does not support this method" if has_no_engine else one_line(error)
-        return pod.make_cache(model, spec, **options), f"without the decode engine: {reason}"
+        return pod.make_cache(model, spec, **options), f"{without}: {one_line(error)}"
     engine: Any = cache.engine
     engine.backend = backend
     return cache, None
@@ -117,7 +120,9 @@ def make_runner(
         shape = batch, sizes.plan.num_key_value_heads, length - _WARM_UP, sizes.head_dim
         devices = places_of(model) if is_spread(model) else [model.device] * sizes.plan.num_layers
         for layer, device in enumerate(devices):
-            cache.update(*(torch.randn(shape, dtype=model.dtype, device=device) for _ in "kv"), layer)
+            keys = torch.randn(shape, dtype=model.dtype, device=device)
+            values = torch.randn(shape, dtype=model.dtype, device=device)
+            cache.update(keys, values, layer)
         note = f"transformers' DynamicCache, {model.config._attn_implementation}"
     else:
         model = bench.model_of(method)
@@ -303,7 +308,8 @@ def _against_bytes(
         length: mean number of tokens in the caches during the race.
         found: the figures of the race so far, from `compare_speed`.
     """
-    own, full = (read_per_step(sizes, one, length, batch) for one in (method, FULL))
+    own = read_per_step(sizes, method, length, batch)
+    full = read_per_step(sizes, FULL, length, batch)
     return {
         "byte_ceiling": full / own,
         "share_of_ceiling": found["speed_over_full"]["median"] * own / full,

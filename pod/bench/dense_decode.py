@@ -37,7 +37,9 @@ def sdpa(call: DecodeCall) -> None:
     has tokens.
     """
     longest = None if call.q.is_cuda else int(call.lengths.max())
-    keys, values = (x[:, :, :longest] for x in _dense_buffers(call))
+    keys, values = _dense_buffers(call)
+    keys = keys[:, :, :longest]
+    values = values[:, :, :longest]
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         out = F.scaled_dot_product_attention(
             call.q[:, :, None], keys, values, scale=call.scale, enable_gqa=True
@@ -49,7 +51,9 @@ def flash_attn(call: DecodeCall) -> None:
     """Split-KV decoding of the flash-attn package, written into ``call.out``."""
     from flash_attn import flash_attn_with_kvcache  # pyright: ignore[reportMissingImports]
 
-    keys, values = (x.transpose(1, 2) for x in _dense_buffers(call))
+    keys, values = _dense_buffers(call)
+    keys = keys.transpose(1, 2)
+    values = values.transpose(1, 2)
     lengths = call.lengths.to(torch.int32)
     out = flash_attn_with_kvcache(
         call.q[:, None], keys, values, cache_seqlens=lengths, softmax_scale=call.scale, causal=True

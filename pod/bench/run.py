@@ -192,8 +192,8 @@ def load(recipe: "Recipe", measured: MeasuredSpeed, devices: "Sequence[torch.dev
     from pod.modeling.loading import stock_device_map
 
     args, model = recipe.bench, recipe.model
-    options: dict[str, Any] = {"attn_implementation": stock_attention(devices[0])}
-    options["dtype"] = dtype = getattr(torch, model.dtype)
+    dtype = getattr(torch, model.dtype)
+    options: dict[str, Any] = {"attn_implementation": stock_attention(devices[0]), "dtype": dtype}
     torch.manual_seed(recipe.seed)
     source: Any = None if args.shapes is not None else resolve_model(model.path)
     config: Any = random_config(args) if source is None else read_config(source, model.gguf_file)
@@ -202,14 +202,16 @@ def load(recipe: "Recipe", measured: MeasuredSpeed, devices: "Sequence[torch.dev
     of_stock = stock_device_map(config, where["device_map"]) if "device_map" in where else where["device"]
     if source is None:
         with torch.device(where.get("device", "cpu")):
-            source = stock = AutoModelForCausalLM.from_config(config, **options).eval()
+            stock = AutoModelForCausalLM.from_config(config, **options).eval()
+        source = stock
         if "device_map" in where:
             names = {module: str(one) for module, one in of_stock.items()}
             skipped = stock._skip_keys_device_placement
             dispatch_model(stock, names, devices[0], skip_keys=skipped)  # type: ignore
     elif not measured.is_export:
         options |= {"device_map": of_stock, **_places(recipe)}
-        source = stock = AutoModelForCausalLM.from_pretrained(source, **options)
+        stock = AutoModelForCausalLM.from_pretrained(source, **options)
+        source = stock
     dense = pod.load_model(source, None, *measured.windows, layout="dense", dtype=dtype, **where)
     planned = pod.load_model(dense, plan=measured.sizes.plan)
     return Bench(
@@ -361,7 +363,8 @@ _COLUMNS = {
 
 def _cells(row: dict[str, Any]) -> list[str]:
     """The figures of a method as texts, in the order of the columns; empty where there is none."""
-    own, other = (row[key]["median"] for key in ("tokens_per_second", "full_tokens_per_second"))
+    own = row["tokens_per_second"]["median"]
+    other = row["full_tokens_per_second"]["median"]
     speed, alike = row["speed_over_full"], row.get("like_for_like", {})
     return [
         f"{own:.2f}",

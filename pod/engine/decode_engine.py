@@ -312,7 +312,9 @@ class StaticEngine:
             raise ValueError(f"token is {list(token.shape)}, expected [B, 1]: the next token of each row")
         past = self.cache.begin_decoding(token.shape[0])
         self._make_room(past + num_tokens)
-        bound = self._bind() or self._bind()  # tensors that were replaced keep their address during this call
+        bound = self._bind()
+        if bound is None:  # tensors were replaced; the new ones keep their address during this call
+            bound = self._bind()
         assert bound is not None, "a complete prompt is at rest"
 
         def restart() -> None:
@@ -396,7 +398,8 @@ class StaticEngine:
         held = self._programs.get(name)
         if held is None or not held.serves(model):
             self._programs.pop(name, None)  # frees its graph before the next one needs memory
-            held = self._programs[name] = Program(model, self._prepare(run, restart))
+            held = Program(model, self._prepare(run, restart))
+            self._programs[name] = held
         return held.run
 
     def _prepare(self, run: Callable[[], Tensor], restart: Callable[[], None]) -> Callable[[], Tensor]:

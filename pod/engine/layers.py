@@ -215,7 +215,9 @@ def _attend(attention: PodAttention, x: Tensor, static: StaticLayer, step: Stati
     assert attention.k_proj is not None and attention.v_proj is not None, "a layer without keys of its own"
     shape = x.shape[0], -1, attention.head_dim
     step.sink = attention.sink
-    q, k, v = (project(x).view(shape) for project in (attention.q_proj, attention.k_proj, attention.v_proj))
+    q = attention.q_proj(x).view(shape)
+    k = attention.k_proj(x).view(shape)
+    v = attention.v_proj(x).view(shape)
     norms = None
     if attention.q_norm is not None and attention.k_norm is not None:
         norms = HeadNorms(attention.q_norm.weight, attention.k_norm.weight, attention.q_norm.eps)

@@ -230,7 +230,9 @@ def _heads(config: PodConfig) -> Iterator[str]:
 
 def _sign(lead: int | None, layer: int) -> str:
     """The letter of a pair in the map of `_heads`."""
-    return "." if lead is None else "L" if lead == layer else "f"
+    if lead is None:
+        return "."
+    return "L" if lead == layer else "f"
 
 
 def _roles(config: PodConfig) -> str:

@@ -140,11 +140,12 @@ def origin_of(state: TrainState) -> Origin:
     """The origin of a checkpoint's weights, as far as its recipe and its position in the data say it."""
     data, model = state.config.get("data") or {}, state.config.get("model") or {}
     length = data.get("context_length")
+    position = state.cursor.get("position", 0)  # in sequences
     return Origin(
         base=model.get("path"),
         sources=tuple(data.get("sources") or ()),
         context_length=length,
-        num_tokens=length and state.cursor.get("position", 0) * length,
+        num_tokens=None if length is None else position * length,
     )
 
 

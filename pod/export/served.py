@@ -234,7 +234,9 @@ def _projections_with_bias(config: PodConfig) -> list[str]:
     inner = config.attention_qkv_bias or has_sinks or target.model_type == "qwen2"
     outer = config.attention_out_bias or has_sinks
     if target == GRANITE:
-        inner = outer = inner or outer
+        has_biases = inner or outer
+        inner = has_biases
+        outer = has_biases
     names = []
     if inner:
         names += ["q_proj", "k_proj", "v_proj"]

@@ -246,7 +246,9 @@ def _layout(call: Call, shape: tuple[int, int, int]) -> Layout:
 def lay_out(segments: Segments, shape: tuple[int, int, int], device: torch.device) -> Layout:
     """The layout of segments in a batch of ``shape = (B, m, n)``: rows, columns of queries and of keys."""
     batch, num_queries, num_keys = shape
-    start, own, end = (torch.full((batch, num_queries), x, dtype=torch.int32) for x in (0, -1, 0))
+    start = torch.zeros(batch, num_queries, dtype=torch.int32)
+    own = torch.full((batch, num_queries), -1, dtype=torch.int32)
+    end = torch.zeros(batch, num_queries, dtype=torch.int32)
     idle_keys = torch.ones(batch, num_keys, dtype=torch.bool)
     for segment in segments.all:
         where = slice(*segment.rows), slice(*segment.queries)

@@ -38,13 +38,14 @@ def attention_column_sums(q: Tensor, k: Tensor, scale: float | None = None, squa
         query head, not averaged over G.
     """
     (batch, kv_heads, n, _), query_heads = k.shape, q.shape[1]
-    shape = 1 + squares, batch * kv_heads, query_heads // kv_heads, n
+    powers = 2 if squares else 1
+    shape = powers, batch * kv_heads, query_heads // kv_heads, n
     sums = torch.zeros(shape, dtype=compute_dtype(q.dtype), device=q.device)
     for here, _, weights in _blocks(q, k, scale):
         sums[0, here, :, : weights.shape[-1]] += weights.sum(2)
         if squares:
             sums[1, here, :, : weights.shape[-1]] += weights.square_().sum(2)
-    sums = sums.view(1 + squares, batch, query_heads, n)
+    sums = sums.view(powers, batch, query_heads, n)
     return sums if squares else sums[0]
 
 
@@ -81,7 +82,8 @@ def _blocks(q: Tensor, k: Tensor, scale: float | None) -> Iterator[tuple[slice, 
     rows = max(1, min(m, most, max(-(-_LEAST_ROWS // groups), elements // max(1, groups * n))))
     heads = max(1, min(pairs, elements // max(1, groups * rows * n)))
     size, compute = heads * rows * n * groups, compute_dtype(q.dtype)
-    buffer, room = (torch.empty(size, dtype=compute, device=q.device) for _ in range(2))
+    buffer = torch.empty(size, dtype=compute, device=q.device)
+    room = torch.empty(size, dtype=compute, device=q.device)
     q, k = q.reshape(pairs, groups, m, head_dim), k.reshape(pairs, n, head_dim)
     factor = head_dim**-0.5 if scale is None else scale
     dtype = q.dtype if _multiplies_narrow(q, k) else compute

@@ -152,13 +152,15 @@ def _rotate_and_store(
     token: NewToken,
 ) -> Tensor:
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-    cos, sin = (table.contiguous() for table in tables)
+    cos = tables[0].contiguous()
+    sin = tables[1].contiguous()
     (batch, heads, head_dim), out = q.shape, torch.empty_like(q)
     nothing = q.unsqueeze(2)
     near_keys, near_values = (nothing, nothing) if token.near is None else token.near
     assert near_keys.stride() == near_values.stride(), "buffers that a layer made alike"
-    own = token.keys, token.window_keys, token.values
-    keys, window, values = (nothing if x is None else x for x in own)
+    keys = nothing if token.keys is None else token.keys
+    window = nothing if token.window_keys is None else token.window_keys
+    values = nothing if token.values is None else token.values
     slots = (near_keys if token.window_keys is None else window).shape[2]
     q_weight, k_weight, eps = (q, k, 0.0) if norms is None else norms
     triton_launch.run(

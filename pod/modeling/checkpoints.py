@@ -192,7 +192,8 @@ def has_own_head(have: Container[str], read: Reader, config: Any) -> bool:
     """
     if not config.tie_word_embeddings:
         return False
-    head, embedding = (stored_names(name, have, config)[0] for name in (HEAD, EMBEDDING))
+    head = stored_names(HEAD, have, config)[0]
+    embedding = stored_names(EMBEDDING, have, config)[0]
     if head not in have or embedding not in have:
         return False
     first, second = read(head), read(embedding)

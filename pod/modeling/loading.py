@@ -14,13 +14,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForCausalLM,
-    GenerationConfig,
-    PreTrainedModel,
-)
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from pod.families import FAMILIES, OTHER_PARTS, fields_of, read_weight, stored_names
 from pod.files import read_json
@@ -30,15 +24,11 @@ from pod.modeling.load_options import LoadOptions, load_options
 from pod.modeling.model.attend import compute_dtype
 from pod.modeling.model.config import PodConfig
 from pod.modeling.model.flash_version import use_asked
-from pod.modeling.model.llama import PodForCausalLM, PodModel
+from pod.modeling.model.llama import PodForCausalLM
 from pod.modeling.model.sharing import SharingPlan
 from pod.modeling.model.sink_constants import SinkConstants
 from pod.modeling.placement import dispatch, layout_of, stock_map
 from pod.models import read_config, resolve_model, ways_without_network
-
-AutoConfig.register(PodConfig.model_type, PodConfig)
-AutoModel.register(PodConfig, PodModel)
-AutoModelForCausalLM.register(PodConfig, PodForCausalLM)
 
 _PROJECTION = re.compile(
     r"model\.layers\.(\d+)\.self_attn\.(?:([qkv])_(?:proj\.(?:weight|bias)|norm\.weight)|o_proj\.weight)"
@@ -72,7 +62,7 @@ def plan_fields(plan: SharingPlan | None) -> dict[str, Any]:
     """
     if plan is None:
         return {"lead": None, "kv_bits": None, "head_order": None}
-    bits = plan.bits and list(plan.bits)
+    bits = None if plan.bits is None else list(plan.bits)
     fields = {"lead": [list(row) for row in plan.lead], "kv_bits": bits, "head_order": plan.head_order}
     windows = {"num_sink_tokens": plan.num_sink_tokens, "num_recent_tokens": plan.num_recent_tokens}
     if plan.sinks is not None:
@@ -169,19 +159,19 @@ def from_dense(
         config.tie_word_embeddings = False
     model = empty_model(config)
     now = getattr(source.config, "head_order", None)
-    expected = model.state_dict()
     check_fit({name: one.shape for name, one in {**state, **constants}.items()}, config, model)
-    for name in expected:
+    weights: dict[str, Tensor] = {}
+    for name in model.state_dict():
         if name in constants:
-            expected[name] = constants[name].to(source.device, source.dtype)
+            weights[name] = constants[name].to(source.device, source.dtype)
             continue
-        made = made_weight(name, state.__getitem__, state, config, now)
-        if owned and name in state and made is not state[name]:
-            source.get_parameter(name).data = made
-        expected[name] = state[name] = made
-    if not config.tie_word_embeddings and expected[HEAD].data_ptr() == expected[EMBEDDING].data_ptr():
-        expected[HEAD] = expected[HEAD].clone()  # two weights, as the configuration says
-    model.load_state_dict(expected, assign=True)
+        weights[name] = made_weight(name, state.__getitem__, state, config, now)
+        if owned and name in state and weights[name] is not state[name]:
+            source.get_parameter(name).data = weights[name]
+            state[name] = weights[name]
+    if not config.tie_word_embeddings and weights[HEAD].data_ptr() == weights[EMBEDDING].data_ptr():
+        weights[HEAD] = weights[HEAD].clone()  # two weights, as the configuration says
+    model.load_state_dict(weights, assign=True)
     model.tie_weights()
     if source.generation_config is not None:
         model.generation_config = caching(source.generation_config)
@@ -203,27 +193,27 @@ def empty_model(config: PodConfig) -> PodForCausalLM:
 
 def check_fit(shapes: Mapping[str, Sequence[int]], config: PodConfig, model: PodForCausalLM) -> None:
     """Raise ``ValueError`` unless ``shapes``, by name, are those of all weights that the model needs."""
-    expected = model.state_dict()
-    pairs = [(name, one) for name in expected for one in sources_of(name, shapes, config)]
-    used = {stored for _, one in pairs for stored in stored_names(one, shapes, config)}
+    needed: dict[str, Sequence[str]] = {}  # for each source of a weight, the names under which it is stored
+    expected: dict[str, Sequence[int]] = {}
+    for name, weight in model.state_dict().items():
+        for source in sources_of(name, shapes, config):
+            needed[source] = stored_names(source, shapes, config)
+            expected[source] = weight.shape
+    used = {stored for names in needed.values() for stored in names}
     missing = used - shapes.keys()
     if any(_SINKS.fullmatch(one) for one in missing):
         raise ValueError(
             "sinks = 'constant' needs constants, which neither the plan nor the checkpoint has: measure them "
             "with `pod explore` or pod.calibrate_sinks(model, plan, texts), or use sinks = 'tokens' or 'none'"
         )
-    unexpected = {
-        one
-        for one in shapes.keys() - used
-        if not one.startswith(OTHER_PARTS) and not _SINKS.fullmatch(one)  # sinks of layers without any now
-    }
+    surplus = {one for one in shapes.keys() - used if not one.startswith(OTHER_PARTS)}
+    unexpected = {one for one in surplus if not _SINKS.fullmatch(one)}  # layers with such sinks have none now
     empty = {one: torch.empty(shape, device="meta") for one, shape in shapes.items()}
-    others = {
-        one
-        for name, one in pairs
-        if not missing.intersection(stored_names(one, shapes, config))
-        and read_weight(one, empty.__getitem__, shapes, config).shape != expected[name].shape
-    }
+    others = set()
+    for source, names in needed.items():
+        is_stored = missing.isdisjoint(names)
+        if is_stored and read_weight(source, empty.__getitem__, shapes, config).shape != expected[source]:
+            others.add(source)
     _refuse({"missing": missing, "unexpected": unexpected, "of another shape": others})
 
 
@@ -242,7 +232,9 @@ def sources_of(name: str, have: Container[str], config: PodConfig) -> list[str]:
     """
     if config.tie_word_embeddings and name in (HEAD, EMBEDDING):
         stored = [one for one in (EMBEDDING, HEAD) if stored_names(one, have, config)[0] in have]
-        return [name] if name in stored else stored or [EMBEDDING]
+        if name in stored:
+            return [name]
+        return stored or [EMBEDDING]
     found = re.fullmatch(r"model\.layers\.(\d+)\.(self_attn\.[kv]_.*)", name)
     if config.layout != "cla" or found is None:
         return [name]
@@ -585,7 +577,8 @@ def reordered(name: str, weight: Tensor, config: PodConfig, now: Order | None) -
         return weight
     layer = int(found[1])
     original = list(range(config.num_attention_heads))
-    old, new = (original if order is None else list(order[layer]) for order in (now, config.head_order))
+    old = original if now is None else list(now[layer])
+    new = original if config.head_order is None else list(config.head_order[layer])
     if old == new:
         return weight
     place = {head: at for at, head in enumerate(old)}

@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from operator import index
 from typing import Any
 
+import numpy as np
+
 from pod.files import read_json, write_json
 from pod.modeling.model.config import PodConfig
 from pod.modeling.model.sharing import SharingPlan
@@ -88,10 +90,9 @@ class RetrievalHeads:
         """
         leads = self.key_value_heads
         if share is not None:
-            groups, rows = self.groups, zip(self.echo, self.induction, strict=True)
-            best = [[max(pair) for pair in zip(*row, strict=True)] for row in rows]
-            scores = [[max(row[i : i + groups]) for i in range(0, len(row), groups)] for row in best]
-            leads = _best(scores, share)
+            of_query_heads = np.maximum(self.echo, self.induction)
+            of_groups = of_query_heads.reshape(len(self.echo), self.num_key_value_heads, self.groups)
+            leads = _best(of_groups.max(axis=-1).tolist(), share)
         found = SharingPlan.of_leads(leads, self.num_key_value_heads)
         return replace(found, provenance={"algorithm": "retrieval heads", "share": share, **self.provenance})
 
@@ -129,8 +130,9 @@ class RetrievalHeads:
             if not isinstance(content, dict) or content.get("schema") != SCHEMA:
                 raise ValueError(f"its schema is not {SCHEMA!r}")
             made: dict[str, Any] = {one.name: content[one.name] for one in fields(cls)}
-            echo, induction = (_rows(made[name], float) for name in ("echo", "induction"))
-            made |= {"echo": echo, "induction": induction, "provenance": dict(made["provenance"])}
+            for name in ("echo", "induction"):
+                made[name] = _rows(made[name], float)
+            made["provenance"] = dict(made["provenance"])
             found = cls(**made)
             if _rows(content["key_value_heads"], int) != found.key_value_heads:
                 raise ValueError("key_value_heads do not follow from the scores: it was edited by hand")

@@ -55,6 +55,15 @@ def chosen_methods(spec: Spec) -> tuple[dict[str, Method], str | None]:
     return chosen, inner
 
 
+def has_decode_engine(spec: Spec) -> bool:
+    """Whether a spec has the parameter `capacity`, with which a decode engine serves its caches.
+
+    Layouts have it, alone or with 4 bits. For what its plan or parameters say, a cache may still be refused.
+    """
+    methods = [METHODS[name] for name in spec.names]
+    return all("capacity" in method.parameters or method.bits == 4 for method in methods)
+
+
 def _refuse_parameter(spec: Spec, part: Part, name: str) -> None:
     """Raise the ValueError for a parameter that a part does not have; it names the part that has it."""
     for other in spec.parts:

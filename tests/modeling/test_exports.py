@@ -167,7 +167,7 @@ def test_revision_token_and_places_reach_the_hub(folder, monkeypatch, tmp_path):
                 asked.append((kind, name, places))
             return read(folder, **options)
 
-        monkeypatch.setattr(f"pod.modeling.loading.{cls.__name__}.from_pretrained", from_pretrained)
+        monkeypatch.setattr(cls, "from_pretrained", from_pretrained)
 
     hub(AutoConfig, "config")
     hub(AutoModelForCausalLM, "weights")

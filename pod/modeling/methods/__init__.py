@@ -72,8 +72,10 @@ def make_cache(
         return build_cache(config, written, tokens, params)
 
     cache = cache_of_budget(build, kept, written, config)
-    said = kept if isinstance(kept, list) or kept is None else kept.tokens or str(kept)
-    cache.made_with = said, params
+    if kept is None or isinstance(kept, list):
+        cache.made_with = kept, params
+    else:
+        cache.made_with = kept.tokens or str(kept), params
     return cache
 
 

@@ -59,8 +59,10 @@ class D2OLayer(AccumulatingLayer):
     def __init__(self, config: PodConfig, layer_idx: int, request: Request):
         params = request.params
         self.budget = request.budget
-        names = "num_sink_tokens", "beta", "gate", "normalize_gate"
-        self.sinks, self.beta, self.gate, self.normalize_gate = (params[name] for name in names)
+        self.sinks = params["num_sink_tokens"]
+        self.beta = params["beta"]
+        self.gate = params["gate"]
+        self.normalize_gate = params["normalize_gate"]
         self.alpha = Fraction(params["alpha"])
         self.recent_share = Fraction(str(params["recent_share"]))
         self.matches = _MATCHES[params["similarity"]]

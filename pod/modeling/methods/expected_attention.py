@@ -64,7 +64,9 @@ class ExpectedAttention(Ranking):
         mean = (self.mean * self.scale).unflatten(1, (-1, groups))
         half = (self.spread * (self.scale**2 / 2 / self.count)).unflatten(1, (-1, groups))
         positions = step.max_length + torch.arange(self.num_future_positions, device=keys.device)[None]
-        cos, sin = (x.mean(2, keepdim=True) for x in step.ropes[self.layer_idx].tables(positions))
+        cos, sin = step.ropes[self.layer_idx].tables(positions)
+        cos = cos.mean(2, keepdim=True)
+        sin = sin.mean(2, keepdim=True)
         # rotating keys by the transpose is the same as rotating queries
         keys = rotate(keys[:, :, first:].to(mean.dtype), (cos, -sin))
         weights = torch.zeros_like(keys[..., 0])

@@ -113,7 +113,8 @@ class RepeatingCache(GroupedCache):
         while any(left.values()):
             chunks = [left[row].pop(0) if left.get(row) else [] for row in sorted(layers)]
             rows = [torch.tensor(ids, dtype=torch.long, device=self.lengths.device) for ids in chunks]
-            ids, new = (pad_sequence(x, batch_first=True) for x in (rows, [torch.ones_like(x) for x in rows]))
+            ids = pad_sequence(rows, batch_first=True)
+            new = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
             seen = new.new_ones(len(new), self._columns) if self._seen_mask is None else self._seen_mask
             view = copy.deepcopy(self, {id(x): x for x in (self.config, *layers.values())})
             view._pending = None

@@ -117,11 +117,13 @@ class PairLayer(PodCacheLayer):
             layers: all layers of the cache.
         """
         shallower = layers[self.layer_idx - 1] if self.is_deeper else self
-        keys, values = (
-            self.merged[name].read(shallower.merged[name].directions, self.merged_tokens, self.num_apart)
+        found = {
+            name: self.merged[name].read(
+                shallower.merged[name].directions, self.merged_tokens, self.num_apart
+            )
             for name in _PARTS
-        )
-        return keys, values
+        }
+        return found["keys"], found["values"]
 
     def take_native(self, count: int) -> dict[str, Tensor]:
         """Remove the ``count`` native keys and values from this layer: ``[B, H, count, d]`` each."""
@@ -139,9 +141,11 @@ def merge_pair(shallower: PairLayer, deeper: PairLayer, count: int, num_apart: i
         t: how far the shared direction lies from the shallower layer's to the deeper layer's, from 0 to 1.
     """
     past, past_apart = shallower.merged_tokens, shallower.num_apart
-    native = [layer.take_native(count) for layer in (shallower, deeper)]
+    native_a = shallower.take_native(count)
+    native_b = deeper.take_native(count)
     for name in _PARTS:
-        a, b = (x[name] for x in native)
+        a = native_a[name]
+        b = native_b[name]
         direction, norm_a, norm_b, angle = interpolate(a, b, t)
         apart = best_slots(angle, num_apart)[..., None]
         index = apart.expand(-1, -1, -1, a.shape[3])

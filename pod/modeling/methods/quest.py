@@ -69,7 +69,8 @@ class QuestLayer(PodCacheLayer):
             bounds = self.pages.read(first + 1)[:, :, first].unflatten(2, (2, -1))
             k = torch.cat((bounds.repeat(1, 1, ceil(offset / 2), 1)[:, :, :offset], k), dim=2)
         padding = 0, 0, 0, -k.shape[2] % self.page_size
-        low, high = (F.pad(k, padding, value=x).unflatten(2, (-1, self.page_size)) for x in (inf, -inf))
+        low = F.pad(k, padding, value=inf).unflatten(2, (-1, self.page_size))
+        high = F.pad(k, padding, value=-inf).unflatten(2, (-1, self.page_size))
         self.pages.append(torch.cat((low.amin(3), high.amax(3)), dim=-1), first)
 
     def choose_pages(self, q: Tensor, num_pages: int) -> Tensor:

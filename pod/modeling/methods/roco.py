@@ -33,9 +33,11 @@ class RocoLayer(AccumulatingLayer):
 
     def __init__(self, config: PodConfig, layer_idx: int, request: Request):
         super().__init__(config, layer_idx, request.quantizer)
-        names = "num_sink_tokens", "num_recent_tokens", "protect_prefill", "protect_decode"
-        self.sinks, self.recents, *shares = (request.params[name] for name in names)
-        self.budget = budget = request.budget
+        params, budget = request.params, request.budget
+        self.sinks = params["num_sink_tokens"]
+        self.recents = params["num_recent_tokens"]
+        self.budget = budget
+        shares = [params["protect_prefill"], params["protect_decode"]]
         # 0.3 means three tenths, so that 0.3 of 5 tokens are 2
         self.protected = [round_half_up(Fraction(str(share)) * budget) for share in shares]
         most = max(self.protected)

@@ -13,8 +13,7 @@ import sys
 from bisect import bisect_right
 from collections.abc import Callable, Hashable
 from functools import lru_cache
-from itertools import islice
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -105,6 +104,20 @@ class OwnKeys:
         packed = max(0, self.held - self.residual) // self.group_size * self.group_size
         recents = min(max(recents, self.held - packed), self.held - sinks)
         return sinks, recents + (self.held - sinks - recents) % self.group_size
+
+
+class ByRole(NamedTuple):
+    """A tensor ``[B, heads or query heads, …]`` of a head group, divided by role. All three are views.
+
+    Attributes:
+        leads: the part of the leads.
+        followers: the part of the followers.
+        both: leads, then followers.
+    """
+
+    leads: Tensor
+    followers: Tensor
+    both: Tensor
 
 
 class HeadGroup:
@@ -247,11 +260,13 @@ class SharedSelectionLayer(PodCacheLayer):
         if step.num_new == 1 and not takes_gradients:
             return self._attend_token(q, k, v, step)
         outs = []
-        (queries, _), (keys, _), (values, _) = (self._by_role(x) for x in (q, k, v))
+        queries, _ = self._by_role(q)
+        keys, _ = self._by_role(k)
+        values, _ = self._by_role(v)
         for group, own_q, own_k, own_v in zip(self.head_groups, queries, keys, values, strict=True):
-            group.append(own_k[0], own_k[1], own_v[2], step)
+            group.append(own_k.leads, own_k.followers, own_v.both, step)
             self._publish(group, step)
-            self._publish_tokens(group, own_q[0], step)
+            self._publish_tokens(group, own_q.leads, step)
             if not step.is_fresh:
                 outs.append(self._attend_group(group, own_q, step))
         if step.is_fresh:
@@ -279,17 +294,19 @@ class SharedSelectionLayer(PodCacheLayer):
     def _attend_token(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
         """Attention of one new token per row."""
         outs = []
-        (queries, near_q), (keys, near_k), (values, near_v) = (self._by_role(x) for x in (q, k, v))
+        queries, near_q = self._by_role(q)
+        keys, near_k = self._by_role(k)
+        values, near_v = self._by_role(v)
         for group, own_q, own_k, own_v in zip(self.head_groups, queries, keys, values, strict=True):
-            lead_keys, own_keys, held_values = group.append(own_k[0], own_k[1], own_v[2], step)
+            lead_keys, own_keys, held_values = group.append(own_k.leads, own_k.followers, own_v.both, step)
             self._publish(group, step)
             parts = []
             if group.leads:
-                logits = slot_logits(own_q[0], lead_keys, group.held, self.scale)
+                logits = slot_logits(own_q.leads, lead_keys, group.held, self.scale)
                 self._publish_logits(group, logits, step)
                 parts.append(logits)
             if group.followers:
-                own = slot_logits(own_q[1], own_keys, len(group.own), self.scale)
+                own = slot_logits(own_q.followers, own_keys, len(group.own), self.scale)
                 parts.append(self._with_logits_of_leads(group, own, step))
             logits = torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
             outs.append(weigh_slots(logits.softmax(-1), held_values, q.dtype))
@@ -322,11 +339,11 @@ class SharedSelectionLayer(PodCacheLayer):
             near.append(scored[1])
         return torch.where(torch.stack(near, 1)[:, :, None], group.own.spread(own), torch.stack(far, 1))
 
-    def _by_role(self, x: Tensor) -> tuple[list[tuple[Tensor, Tensor, Tensor]], Tensor]:
+    def _by_role(self, x: Tensor) -> tuple[list[ByRole], Tensor]:
         """Split ``x`` ``[B, H or Hq, …]`` by head groups and roles, in a fixed number of operations.
 
         Returns:
-            For each head group, its leads, its followers, and both; then the heads that keep their windows.
+            The heads of each head group, and the heads that keep their windows.
         """
         width = x.shape[1] // len(self.order)
         if self.is_reordered:
@@ -335,7 +352,7 @@ class SharedSelectionLayer(PodCacheLayer):
         for group in self.head_groups:
             leads, followers = width * len(group.leads), width * len(group.followers)
             both = x[:, start : start + leads + followers]
-            found.append((both[:, :leads], both[:, leads:], both))
+            found.append(ByRole(both[:, :leads], both[:, leads:], both))
             start += leads + followers
         return found, x[:, start:]
 
@@ -365,7 +382,7 @@ class SharedSelectionLayer(PodCacheLayer):
             for place, head in group.followed:
                 step.lead.selections[head].scored = logits[:, place], near[:, place]
 
-    def _attend_group(self, group: HeadGroup, q: tuple[Tensor, ...], step: Step) -> Tensor:
+    def _attend_group(self, group: HeadGroup, q: ByRole, step: Step) -> Tensor:
         """Attention of a chunk, when the cache holds tokens already, for the heads of a group.
 
         Slots are in the order of positions. While nothing was dropped, a slot is a position.
@@ -381,7 +398,7 @@ class SharedSelectionLayer(PodCacheLayer):
         segments = Segments.whole(len(step.rows), step.num_new, group.held)
         if group.leads:
             tokens = Tokens(group.keys.view(group.held), take_heads(values, range(split)))
-            out, _ = attend(q[0], tokens, segments=segments, scale=self.scale, backend=step.chunk_backend)
+            out, _ = attend(q.leads, tokens, segments=segments, scale=self.scale, backend=step.chunk_backend)
             parts.append(out)
         if group.followers:
             own = group.own.buffer.read(len(group.own)).transpose(2, 3)
@@ -392,7 +409,7 @@ class SharedSelectionLayer(PodCacheLayer):
                 see = see._replace(positions=torch.stack(positions, 1), start=step.rows[0][0])
             tokens = Tokens(keys, take_heads(values, range(split, split + len(group.followers))))
             lead = step.lead.take(group.followers, group.held)
-            parts.append(attend(q[1], tokens, lead, see, segments, self.scale, step.chunk_backend)[0])
+            parts.append(attend(q.followers, tokens, lead, see, segments, self.scale, step.chunk_backend)[0])
         return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
 
     # -- selection -------------------------------------------------------------------------------------------
@@ -454,9 +471,14 @@ def free_own_keys(layers: list[SharedSelectionLayer], step: Step, label: None) -
     if unread:
         latest = [group.positions[:, :, -n_r:].amax(0) for group in unread]
         device = latest[0].device  # layers may lie on several devices
-        numbers = iter(torch.cat([x.flatten().to(device) for x in latest]).tolist())
+        numbers = torch.cat([x.flatten().to(device) for x in latest]).tolist()
+        start = 0
         for group, x in zip(unread, latest, strict=True):
-            group.whole_from, group.chosen = seen, [list(islice(numbers, x.shape[1])) for _ in group.leads]
+            group.whole_from = seen
+            group.chosen = []
+            for _ in group.leads:
+                group.chosen.append(numbers[start : start + x.shape[1]])
+                start += x.shape[1]
     near = {}
     for layer, group in head_groups:
         whole = min(seen - group.whole_from, n_r - 1)

@@ -152,8 +152,10 @@ def given_layers(request: Request, num_layers: int) -> set[int] | None:
         ValueError: the list does not hold different layers of the model, it has fewer layers than are to be
             drawn from it, or ``exempt_last_layer`` was set although no detector decides.
     """
-    names = "lazy_layers", "num_lazy_layers", "seed", "exempt_last_layer"
-    listed, count, seed, exempts = (request.params[name] for name in names)
+    listed = request.params["lazy_layers"]
+    count = request.params["num_lazy_layers"]
+    seed = request.params["seed"]
+    exempts = request.params["exempt_last_layer"]
     if listed is None and count is None:
         return None
     layers = list(range(num_layers)) if listed is None else listed

@@ -122,13 +122,19 @@ class ThinKeys(KVBuffer):
         self.queries = LastQueries(self.rule.num_queries)
         if queries is not None and count > 0:
             if self.channels is None:
-                norms = (x.to(compute_dtype(x.dtype)).square().sum(2) for x in (queries, keys))
-                of_queries, of_keys = (x.unflatten(1, (keys.shape[1], -1)).mean(2) for x in norms)
+                of_queries = _mean_norms(queries, keys.shape[1])
+                of_keys = _mean_norms(keys, keys.shape[1])
                 self.channels = best_slots(of_queries * of_keys, self.rule.num_channels)[:, :, None]
             self.thin.append(keys[:, :, :count].gather(3, self._index(count)), self.num_thin)
             self.data, self.num_thin = keys[:, :, count:].clone(), self.num_thin + count
         if self.num_thin:
             self.thin.flush(self.num_thin)
+
+
+def _mean_norms(x: Tensor, kv_heads: int) -> Tensor:
+    """Sums of squares over the tokens of ``x`` ``[B, heads, n, d]``, as means over each KV head's heads."""
+    squares = x.to(compute_dtype(x.dtype)).square().sum(2)
+    return squares.unflatten(1, (kv_heads, -1)).mean(2)
 
 
 class WholeLayer(SharedSelectionLayer):

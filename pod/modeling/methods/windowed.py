@@ -75,7 +75,8 @@ class SinkLayer(PodCacheLayer):
 
     def _attend_one(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
         self._append_near(k, v, step)
-        keys, values = (buffer.read(step.max_length) for buffer in self.kv_buffers().values())
+        keys = self.near_keys.read(step.max_length)
+        values = self.near_values.read(step.max_length)
         rope, name = step.ropes[self.layer_idx], (SinkLayer._attend_one, *step.rows)
         q = rope.turn(q, range(self.limit, self.limit + 1))
         keys = rope.turn_at(keys, name, lambda: self._places(step))
@@ -137,7 +138,12 @@ class SinkLayer(PodCacheLayer):
         """
         rope, name = step.ropes[self.layer_idx], (SinkLayer._own_tokens, *step.rows)
         start = (step.past - self.limit).clamp(min=0)[:, None]
-        q, k = (rope.turn_at(x, name, lambda: _once(step.positions - start, step)) for x in (q, k))
+
+        def new_places() -> Tensor:
+            return _once(step.positions - start, step)
+
+        q = rope.turn_at(q, name, new_places)
+        k = rope.turn_at(k, name, new_places)
         if step.is_fresh:
             return Tokens(k, v), q
         keys, values = Recent(self.near_keys, k, step.rows), Recent(self.near_values, v, step.rows)

@@ -478,7 +478,8 @@ def merge_heads(parts: Sequence[tuple[Sequence[int], Tensor]], groups: int) -> T
 def _check(call: Call, followers: Sequence[int]) -> None:
     """Refuse shapes that do not fit each other, and impossible windows (``ValueError``)."""
     q, (keys, values) = call.q, call.tokens
-    batch, heads, _, head_dim = shape = list(keys.shape)
+    shape = list(keys.shape)
+    batch, heads, _, head_dim = shape
     if _shape(values, keys) != shape or [batch, head_dim] != [q.shape[0], q.shape[3]] or q.shape[1] % heads:
         raise ValueError(
             f"q, k, v are {list(q.shape)}, {shape}, {list(values.shape)}: k and v must be [B, H, n, d] "

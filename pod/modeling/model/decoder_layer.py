@@ -155,7 +155,9 @@ class ForwardContext:
             return self
         self.copies.setdefault(self.ropes[layer_idx].device, self)
         if device not in self.copies:
-            segments = self.segments and Segments(self.segments.all, self.segments.columns)
+            segments = None
+            if self.segments is not None:
+                segments = Segments(self.segments.all, self.segments.columns)
             self.copies[device] = replace(self, ropes=ropes_on(self.ropes, device), segments=segments)
         found = self.copies[device]
         if self.step is not None:

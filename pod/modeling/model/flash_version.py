@@ -262,5 +262,8 @@ def unsupported_by_version(name: str, head_dim: int, capability: tuple[int, int]
 
 def describe(name: str) -> str:
     """The version's name for a message, such as ``FlashAttention 3 (fa3)``."""
-    number = VERSIONS[name].number if name in VERSIONS else 2 if name == SHIPPED else None
-    return name if number is None else f"FlashAttention {number} ({name})"
+    if name in VERSIONS:
+        return f"FlashAttention {VERSIONS[name].number} ({name})"
+    if name == SHIPPED:
+        return f"FlashAttention 2 ({name})"
+    return name

@@ -104,8 +104,9 @@ class PodGenerationMixin(GenerationMixin):
         elif generation_config.use_cache is not False:
             assisted = generation_config.is_assistant or generation_mode == GenerationMode.ASSISTED_GENERATION
             extra = _ASSISTED if assisted and self.config.layout == "pod" else {}
-            model_kwargs["past_key_values"] = cache = own_cache(self.config, **extra)
+            cache = own_cache(self.config, **extra)
             cache.made_by_generate = True
+            model_kwargs["past_key_values"] = cache
 
     def _begin_prompt(self, input_ids: Tensor, generation_config, model_kwargs: dict) -> int:
         """Check that the inputs continue the cache, and announce the prompt to it.

@@ -34,13 +34,15 @@ _FEW_TOKENS = 2048
 def decode(call: DecodeCall) -> None:
     """See ``decode.pod_decode``. It computes in fp32, or in fp64 for fp64 queries."""
     lengths = call.lengths.tolist() if call.rows is None else call.rows
-    q, out = (x.unflatten(1, (call.roles.num_heads, -1)) for x in (call.q, call.out))
+    q = call.q.unflatten(1, (call.roles.num_heads, -1))
     q = q.to(call.buffers.logits.dtype) * call.scale
+    out = call.out.unflatten(1, (call.roles.num_heads, -1))
     if call.near is not None:
         heads, limit = chosen(call.roles.windows), call.near.keys.shape[2]
         sink = None if call.sink is None else call.sink.of_heads(call.roles.windows)
         for row, slots in _alike([min(length, limit) for length in lengths]):
-            keys, values = (x[row] for x in call.near)
+            keys = call.near.keys[row]
+            values = call.near.values[row]
             out[row, heads] = _attend_all(q[row, heads], keys, values, slots, sink).to(out.dtype)
     if call.roles.held:
         heads = chosen(call.roles.held)
@@ -249,19 +251,32 @@ def weigh_slots(weights: Tensor, values: Any, dtype: torch.dtype) -> Tensor:
 def _attend_one(call: Call) -> tuple[Tensor, Tensor]:
     """See ``attend.attend``, for one query per row that sees all tokens."""
     n = call.segments.all[0].keys[1]
-    keys, values = (x if isinstance(x, Packed) else span(x, 0, n) for x in call.tokens)
+    keys = _first(call.tokens.keys, n)
+    values = _first(call.tokens.values, n)
     out, lse, _ = attend_slots(call.q, keys, values, call.scale, num_slots=n)
     return out, lse
+
+
+def _first(x: Any, count: int) -> Any:
+    """The first ``count`` tokens. Packed ones stay whole, since whoever reads them is told the number."""
+    return x if isinstance(x, Packed) else span(x, 0, count)
 
 
 def _unsupported_one(call: Call) -> str | None:
     """Why grouped products cannot run a call, which must have one query per row. None = they can."""
     if call.sink is not None:
         return "a constant sink"
-    first, see = call.segments.all[:1] and call.segments.all[0][:2], call.visibility
-    if call.q.shape[2] != 1 or call.lead is not None or first != ((0, call.q.shape[0]), (0, 1)):
-        return "more than one query per row, a lead, or rows of unlike length"
-    return None if see.num_recent_tokens is None and see.positions is None else "a window"
+    unlike = "more than one query per row, a lead, or rows of unlike length"
+    if call.q.shape[2] != 1 or call.lead is not None or not call.segments.all:
+        return unlike
+    segment = call.segments.all[0]
+    has_all_rows = segment.rows == (0, call.q.shape[0])
+    has_the_query = segment.queries == (0, 1)
+    if not (has_all_rows and has_the_query):
+        return unlike
+    if call.visibility.num_recent_tokens is not None or call.visibility.positions is not None:
+        return "a window"
+    return None
 
 
 # -- products ------------------------------------------------------------------------------------------------

@@ -222,7 +222,8 @@ class PodCacheLayer(CacheLayer):
 
     def _decode_near(self, q: Tensor, step: Step) -> Tensor:
         """Attention of one query per row to the windows, for the heads that keep them."""
-        keys, values = (buffer.read(step.max_length) for buffer in (self.near_keys, self.near_values))
+        keys = self.near_keys.read(step.max_length)
+        values = self.near_values.read(step.max_length)
         out, lse, _ = attend_slots(take_heads(q, self.roles.windows, self.groups), keys, values, self.scale)
         if step.sink is None:
             return out

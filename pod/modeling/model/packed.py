@@ -86,7 +86,8 @@ class Packing:
         batch, heads, _, head_dim = like.shape
         entries = slots // self.shared, head_dim // self.channels(head_dim)
         codes = like.new_zeros(batch, heads, slots, head_dim * self.bits // 8, dtype=torch.uint8)
-        zero, scale = (like.new_zeros(batch, heads, *entries, dtype=torch.float16) for _ in range(2))
+        zero = like.new_zeros(batch, heads, *entries, dtype=torch.float16)
+        scale = torch.zeros_like(zero)
         return codes, zero, scale
 
     def _group(self, x: Tensor) -> tuple[Tensor, int]:
@@ -125,7 +126,8 @@ class Packing:
         for start, stop in tiles(out, 0, out.shape[2], self.group_size):
             codes = packed[0][:, :, start:stop]
             entries = slice(start // self.shared, stop // self.shared)
-            zero, scale = (x[:, :, entries].to(compute) for x in packed[1:])
+            zero = packed[1][:, :, entries].to(compute)
+            scale = packed[2][:, :, entries].to(compute)
             codes = torch.cat([codes >> shift & 2**self.bits - 1 for shift in range(0, 8, self.bits)], dim=3)
             groups, dim = self._group(codes.to(compute))
             groups.mul_(scale.unsqueeze(dim)).add_(zero.unsqueeze(dim))
@@ -305,11 +307,13 @@ class Packed(NamedTuple):
         lost. The result lies in ``room``, so it is valid until the next call.
         """
         codes, bits = self.codes[:, :, start:stop], self.packing.bits
-        numbers = into = codes.new_empty(self.packing.parts, *codes.shape)
+        numbers = codes.new_empty(self.packing.parts, *codes.shape)
+        into = numbers
         signs, top = sum(128 >> shift for shift in range(0, 8, bits)), 256 - 2 ** (8 - bits)
         if codes.shape[3] % 4 == 0:  # four bytes at a time take half the time
             codes, into = codes.view(torch.int32), into.view(torch.int32)
-            signs, top = (mask * 0x01010101 - 2**32 for mask in (signs, top))
+            signs = signs * 0x01010101 - 2**32
+            top = top * 0x01010101 - 2**32
         torch.bitwise_xor(codes, signs, out=into[-1])
         for i, part in enumerate(into[:-1], 1):
             torch.bitwise_left_shift(into[-1], 8 - i * bits, out=part)
@@ -323,10 +327,13 @@ class Packed(NamedTuple):
         Both are ``[B, h, n/g, d]`` per channel, else ``[B, h, d/g, n]``, with ``g`` numbers in a group.
         """
         entries = slice(start // self.packing.shared, stop // self.packing.shared)
-        found = (x[:, :, entries] for x in (self.zero, self.scale))
+        zero = self.zero[:, :, entries]
+        scale = self.scale[:, :, entries]
         if not self.per_channel:
-            found = (x.transpose(2, 3) for x in found)
-        zero, scale = (x.to(dtype, memory_format=torch.contiguous_format) for x in found)
+            zero = zero.transpose(2, 3)
+            scale = scale.transpose(2, 3)
+        zero = zero.to(dtype, memory_format=torch.contiguous_format)
+        scale = scale.to(dtype, memory_format=torch.contiguous_format)
         bits = self.packing.bits
         return zero.add_(scale, alpha=2 ** (bits - 1)), scale.mul_(2.0 ** (bits - 8))
 

@@ -420,7 +420,8 @@ class PackedTokens(_PackedBuffer):
         first, stop, most, room = self.newest.first, self.newest.stop, self.packed_stop, self.codes.slots
         assert first <= most <= max(stop, first), f"{first}, {most}, {stop} are packed, tokens"
         if self.packed_lengths is not None:
-            least, largest = (int(x) for x in self.packed_lengths.aminmax())
+            least = int(self.packed_lengths.min())
+            largest = int(self.packed_lengths.max())
             assert first <= least <= largest <= most, f"{least, largest} tokens are packed, not {first, most}"
             assert room >= most, f"room for {room} of {most} packed"
         if self.newest.tensors():

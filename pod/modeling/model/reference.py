@@ -50,7 +50,9 @@ def _rows(call: Call, tokens: list, segment: Segment, rows: Span) -> tuple[Tenso
     nothing = ~visible.any(-1, keepdim=True)
     logits = logits.masked_fill(~visible & ~nothing, float("-inf"))
     if call.sink is not None:  # it adds one column of logits, and one row of values
-        column, value = (x.to(logits.dtype) for x in call.sink.columns())
+        column, value = call.sink.columns()
+        column = column.to(logits.dtype)
+        value = value.to(logits.dtype)
         logits = torch.cat((logits, column.expand(*logits.shape[:3])[..., None]), dim=-1)
         values = torch.cat((values, value.expand(values.shape[0], -1, -1, -1)), dim=2)
     out = logits.softmax(-1).masked_fill(nothing, 0.0) @ values

@@ -54,7 +54,8 @@ def rotate(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
     tile = max(1, tile_elements(x.device) // max(1, x[:, :, :1].numel()))
     if x.shape[2] <= tile:
         return rotate_whole(x, *tables)
-    cos, sin = (table.expand(-1, -1, x.shape[2], -1, -1) for table in tables)
+    cos = tables[0].expand(-1, -1, x.shape[2], -1, -1)
+    sin = tables[1].expand(-1, -1, x.shape[2], -1, -1)
     parts = (
         rotate_whole(*(part[:, :, start : start + tile] for part in (x, cos, sin)))
         for start in range(0, x.shape[2], tile)

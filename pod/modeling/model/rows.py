@@ -115,7 +115,8 @@ class RowGroup:
         self.seen += part.num_new
         if not part.is_decode:
             self.prompt_done += part.num_new
-            self.chunk_index += part.ends_prompt
+            if part.ends_prompt:
+                self.chunk_index += 1
             if part.ends_prompt and part.is_last_chunk:
                 self.prompt_length, self.prompt_done, self.schedule, self.chunk_index = None, 0, None, 0
 

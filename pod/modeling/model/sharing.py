@@ -429,9 +429,9 @@ class SharingPlan:
         for layer, row in enumerate(self.lead):
             bits = 16 if self.bits is None else self.bits[layer]
             native = 1.0 if bits == 16 else min(1.0, NATIVE_TOKENS / n)
-            keys, values = (
-                native + (1 - native) * width / 16 for width in bits_per_number(bits, self.head_dim)
-            )
+            key_bits, value_bits = bits_per_number(bits, self.head_dim)
+            keys = native + (1 - native) * key_bits / 16
+            values = native + (1 - native) * value_bits / 16
             total += keys * sum(lead == layer for lead in row)
             total += values * sum(lead is not None for lead in row)
         return total / (2 * self.num_pairs)
@@ -538,7 +538,7 @@ def check_head_order(order: Sequence[Sequence[int]], num_layers: int, num_key_va
     """
     width = len(order[0]) if order else 0
     groups = width // num_key_value_heads
-    ok = len(order) == num_layers and width and not width % num_key_value_heads
+    ok = len(order) == num_layers and width > 0 and width % num_key_value_heads == 0
     rows = order if ok else ()
     for row in rows:
         parts = (row[i : i + groups] for i in range(0, width, groups))

@@ -114,7 +114,9 @@ def sink_gradients(sink: Sink, grad_out: Tensor, out: Tensor, lse: Tensor) -> tu
         lse: the log-sum-exp with the sink added, ``[B, Hq, n]``.
     """
     wide = lse.dtype
-    logits, values = (x.to(wide) for x in sink.columns())
+    logits, values = sink.columns()
+    logits = logits.to(wide)
+    values = values.to(wide)
     of_logits = torch.zeros_like(logits[:, 0])
     of_values = torch.zeros_like(values[:, 0])
     for rows in _tiles(out):

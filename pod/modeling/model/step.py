@@ -201,7 +201,7 @@ class Step:
         return self.copies[device]
 
     def _copy(self, device: torch.device) -> "Step":
-        ropes = self.ropes and ropes_on(self.ropes, device)
+        ropes = None if self.ropes is None else ropes_on(self.ropes, device)
         copied = replace(
             self,
             past=self.past.to(device),

@@ -136,8 +136,8 @@ def make_plan(
         for piece in segment.slices(see, has_lead, cuts_windows=False):
             kind = piece._replace(rows=(0, 0), columns=(0, 0))
             for row in range(*segment.rows):
-                places = zip((piece.rows, piece.columns), sizes, strict=True)
-                rows, columns = ((start + row * n, end + row * n) for (start, end), n in places)
+                rows = _moved(piece.rows, row * sizes[0])
+                columns = _moved(piece.columns, row * sizes[1])
                 found.setdefault(kind, []).append((rows, columns))
     first, late = [], []
     for kind, spans in found.items():
@@ -146,6 +146,10 @@ def make_plan(
         part = _part(kind, spans, _SINK_ROWS if are_sinks else sys.maxsize, scale, device)
         (first if is_first else late).append(part)
     return [group for group in (first, late) if group]
+
+
+def _moved(span: Span, distance: int) -> Span:
+    return span[0] + distance, span[1] + distance
 
 
 def _part(kind: Slice, spans: list[tuple[Span, Span]], most_rows: int, scale: float, device) -> FlashCall:
@@ -276,7 +280,8 @@ class _Differentiable(torch.autograd.Function):
 
 def forward(inputs: Inputs, plan: Plan) -> tuple[Tensor, Tensor]:
     """Output ``[B, Hq, m, d]`` and log-sum-exp ``[B, Hq, m]`` of the calls of a plan."""
-    q, *_ = packed = [_packed(x) for x in inputs]
+    packed = [_packed(x) for x in inputs]
+    q = packed[0]
     assert q is not None and inputs[0] is not None
     # Padding is in no part and keeps its zeros.
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
@@ -290,7 +295,9 @@ def forward(inputs: Inputs, plan: Plan) -> tuple[Tensor, Tensor]:
 
 def backward(inputs: Inputs, grad_out: Tensor, out: Tensor, lse: Tensor, plan: Plan) -> list[Tensor | None]:
     """The gradients of the inputs, from the gradient of the output, and output and log-sum-exp themselves."""
-    *packed, grad_rows, out_rows = [_packed(x) for x in (*inputs, grad_out, out)]
+    packed = [_packed(x) for x in inputs]
+    grad_rows = _packed(grad_out)
+    out_rows = _packed(out)
     lse = lse.transpose(1, 2).flatten(0, 1)
     # At most three parts add to a token, so the inputs' dtype is exact enough, and no fp32 copy is needed.
     grads = [None if x is None else torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in packed]
