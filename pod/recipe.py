@@ -21,22 +21,12 @@ from pydantic import Field
 from pod.bench.args import BenchArgs
 from pod.command_line import Parser, add_verbosity
 from pod.data.args import DataArgs
+from pod.errors import one_line
 from pod.eval.args import EvalArgs
 from pod.files import check_can_write
 from pod.models import ModelArgs
 from pod.plan.args import ExploreArgs
-from pod.schema import (
-    Loader,
-    build,
-    explain,
-    field_docs,
-    fields_of,
-    hints_of,
-    nearest,
-    one_line,
-    section,
-    to_yaml,
-)
+from pod.schema import Loader, build, explain, field_docs, fields_of, hints_of, nearest, section, to_yaml
 from pod.training.args import ExportArgs, TrainRecipe
 from pod.verbosity import printing
 
@@ -360,7 +350,7 @@ def exit_with(error: Exception) -> typing.NoReturn:
     hint = " (-v shows where)" if isinstance(error, RuntimeError) else ""
     prefix = "error" if rank() == 0 else f"error (rank {rank()})"
     if not (rank() and said_by_all(error)):
-        print(f"{prefix}: {one_line(error) or type(error).__name__}{hint}", file=sys.stderr, flush=True)
+        print(f"{prefix}: {one_line(error)}{hint}", file=sys.stderr, flush=True)
     sys.exit(2)
 
 

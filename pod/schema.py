@@ -332,8 +332,3 @@ def fields_of(cls: Any) -> dict[str, dataclasses.Field]:
 
 hints_of = functools.cache(typing.get_type_hints)
 """For a class: name → resolved type annotation."""
-
-
-def one_line(error: BaseException) -> str:
-    """An error's message without line breaks."""
-    return " ".join(str(error).split())

@@ -7,6 +7,7 @@ from pod.eval.answer.devices import Gpus, Load, layout_lines, longest_of, spread
 from pod.eval.answer.methods import find_method
 from pod.eval.speed.args import NAME as SPEED_RUN
 from pod.eval.speed.args import speed_options
+from pod.units import GIB
 
 if TYPE_CHECKING:
     from pod.eval.runner import Inputs
@@ -54,7 +55,7 @@ def _gpus_here() -> Gpus | None:
 
     count = torch.cuda.device_count()
     sizes = [torch.cuda.get_device_properties(number).total_memory for number in range(count)]
-    return Gpus(count, min(sizes) / 2**30) if count > 1 else None
+    return Gpus(count, min(sizes) / GIB) if count > 1 else None
 
 
 def _layout(recipe: "Recipe", gpus: Gpus, load: Load | None) -> list[str]:

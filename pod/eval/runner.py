@@ -12,13 +12,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from pod.errors import one_line
 from pod.eval.answer.answer_cache import AnswerCache, AnswerError, AnswerFolder, Unanswered
 from pod.eval.answer.budget import ByteBudgets, MethodRunner, measure_once
 from pod.eval.answer.devices import Load
-from pod.eval.answer.methods import EvaluatedMethod, find_method, parts_of, with_requests
+from pod.eval.answer.methods import EvaluatedMethod, find_method, parts_of, with_repeat_ids
 from pod.eval.answer.model_set import Models
 from pod.eval.answer.ranks import Ranks
-from pod.eval.results import RunResults, code_identity, fingerprint, one_line, with_files
+from pod.eval.results import RunResults, code_identity, fingerprint, with_files
 from pod.eval.speed.args import NAME as SPEED_RUN
 from pod.eval.speed.args import speed_options
 from pod.eval.suites import task_base, task_data
@@ -243,7 +244,7 @@ def _method_runner(
     exact = found.one_shot or (found.spec is None and models.sources[found.model].plan is not None)
     differs = given or (exact and models.packs(found.model))
     method = replace(found, one_shot=exact and not differs)
-    options = with_requests(method, given, tokenizer)
+    options = with_repeat_ids(method, given, tokenizer)
     heads = recipe.plan_dir / "retrieval_heads.json"
     if "razor" in parts_of(method) and "heads" not in options and heads.is_file():
         options = options | {"heads": str(heads)}
@@ -412,7 +413,7 @@ def _answer_and_score(inputs: Inputs, name: str, tasks: list[str], results: RunR
                 # the other ranks may wait inside this task: only a restart helps, and the answers stay
                 raise
             results.fail(title, error)
-            log(f"{name}: {title} FAILED: {one_line(error)}")
+            log(f"{name}: {title} FAILED: {one_line(error, with_class=True)}")
             continue
         log(f"{name}: {title} {task.headline(part)} ({time.perf_counter() - began:.0f} s)")
     if tasks and not results.content["failed"] and "score" in inputs.recipe.eval.steps:
@@ -451,7 +452,7 @@ def measure_speeds(inputs: Inputs, results: Mapping[str, RunResults], log: Log =
     for name, result in results.items():
         if name in errors:
             result.fail(SPEED_RUN, errors[name])
-            log(f"{name}: {SPEED_RUN} FAILED: {one_line(errors[name])}")
+            log(f"{name}: {SPEED_RUN} FAILED: {one_line(errors[name], with_class=True)}")
             continue
         result.content["model"] = describe_model(inputs, inputs.method_runners[name])
         result.store(SPEED_RUN, parts[name])

@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from tqdm import tqdm
 
+from pod.errors import one_line
 from pod.eval.answer.methods import safe_name
-from pod.eval.results import fingerprint, one_line
+from pod.eval.results import fingerprint
 from pod.files import write_json
 from pod.measure.machine import environment
 from pod.verbosity import is_quiet
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Record = dict[str, Any]
+IDENTITY_FILE = "shelf.json"  # caches were called shelves when the first of these files were written
 
 
 class AnswerError(RuntimeError):
@@ -183,7 +185,7 @@ class AnswerCache:
             if self.ranks.world_size == 1:
                 raise
             failure = error
-        outcomes = self.ranks.gather((mine, None if failure is None else one_line(failure)))
+        outcomes = self.ranks.gather((mine, None if failure is None else one_line(failure, with_class=True)))
         for lines, _ in outcomes:
             self._take(lines)
         failed = [f"rank {rank}: {line}" for rank, (_, line) in enumerate(outcomes) if line is not None]
@@ -223,8 +225,9 @@ class AnswerCache:
             yield json.dumps
             return
         self.folder.mkdir(parents=True, exist_ok=True)
-        if self.ranks.is_first and not (self.folder / "shelf.json").is_file():
-            write_json(self.folder / "shelf.json", {"method": self.method, **self.identity})
+        said_by = self.folder / IDENTITY_FILE
+        if self.ranks.is_first and not said_by.is_file():
+            write_json(said_by, {"method": self.method, **self.identity})
         file = self.folder / f"{self.ranks.rank}.jsonl"
         descriptor = os.open(file, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
 

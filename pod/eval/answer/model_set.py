@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pod
+from pod.errors import one_line
 from pod.eval.answer.answer_cache import AnswerCache, key_of
 from pod.eval.answer.budget import bytes_per_token
 from pod.eval.answer.devices import Load, check_available, places_for, rank_devices, room_on, spread_of
 from pod.eval.answer.methods import EvaluatedMethod, find_method
-from pod.eval.results import one_line
 from pod.identity import content_of, plan_of
 from pod.models import read_config, resolve_model, ways_without_network
 
@@ -48,7 +48,9 @@ def _check_there(path: str) -> None:
             get_hf_file_metadata(hf_hub_url(path, "config.json"), timeout=10)
     except Exception as error:
         ways = ways_without_network(path, str(error))
-        raise ValueError(f"cannot load a model from {path}: {one_line(error)}{ways}") from error
+        raise ValueError(
+            f"cannot load a model from {path}: {one_line(error, with_class=True)}{ways}"
+        ) from error
 
 
 @dataclass(frozen=True)

@@ -304,7 +304,8 @@ def heat_maps(comparison: Comparison, task: str) -> list[Table]:
     """A heat map of depth × length for every method whose payload has `cells`."""
     maps = {e.label: cells for e in comparison.measured(task) if (cells := e.parts[task].get("cells"))}
     everywhere = [found for cells in maps.values() for found in cells]
-    lengths, depths = (sorted({found[key] for found in everywhere}) for key in ("length", "depth"))
+    lengths = sorted({found["length"] for found in everywhere})
+    depths = sorted({found["depth"] for found in everywhere})
     heads = ["depth", *[f"{n:,}" if n < 10_000 else f"{n / 1024:.4g}K" for n in lengths]]
     tables = []
     for label, cells in maps.items():

@@ -9,6 +9,7 @@ from pod.eval.report.merge import ReportedRun
 from pod.eval.report.notes import sentences
 from pod.eval.report.page import Block, Cell, Table, bar, cell, listed
 from pod.eval.report.report_tables import median, plain_table
+from pod.units import GIB
 
 Parts = dict[str, dict[str, Any]]
 """By method, the part `efficiency` of its result file. All are from one run."""
@@ -122,7 +123,7 @@ def batch_table(parts: Parts, name: str) -> Table:
     rows = []
     for method, part in parts.items():
         for own in part["max_batch"]:
-            limit = "the GPU" if own.get("limit_bytes") is None else f"{own['limit_bytes'] / 2**30:.3g} GiB"
+            limit = "the GPU" if own.get("limit_bytes") is None else f"{own['limit_bytes'] / GIB:.3g} GiB"
             asked = f"{own['prompt']:,} + {own['generated']:,}"
             row = {"method": method, "asked": asked, "limit": limit}
             rows.append({key: median(own.get(key)) for key in heads} | row)

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from pod.errors import one_line
 from pod.eval.answer.budget import MethodRunner, Span
 from pod.eval.answer.methods import BASE, EvaluatedMethod
-from pod.eval.results import code_identity, fingerprint, one_line
+from pod.eval.results import code_identity, fingerprint
 from pod.eval.speed.args import SpeedOptions, speed_options
 from pod.measure import max_batch, measured_memory
 from pod.measure.machine import environment
@@ -304,7 +305,7 @@ def _searched(
             row = rows[one.name] = measured(run.method_runners[one.name])
             run.log(f"{one.name}: {row['batch']} rows of {row['prompt']} + {row['generated']} tokens")
         if one.failed is not None:
-            errors[one.name] = ValueError(f"what fits: {one_line(one.failed)}")
+            errors[one.name] = ValueError(f"what fits: {one_line(one.failed, with_class=True)}")
     return rows
 
 

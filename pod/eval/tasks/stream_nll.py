@@ -125,7 +125,8 @@ class StreamNll(TextTask):
         return tuple(end for end in self.ends if end <= last)
 
     def answer(self, runner: MethodRunner, answer_cache: AnswerCache) -> list[Record]:
-        (span,), ends = self.spans(), self._ends(runner.method)
+        (span,) = self.spans()
+        ends = self._ends(runner.method)
         asked = [
             "stream",
             self.options.prompt_tokens,
@@ -145,14 +146,15 @@ class StreamNll(TextTask):
         return [{"sums": list(of_text), "held": list(sizes)} for of_text, sizes in by_text]
 
     def score(self, runner: MethodRunner, answers: list[Record]) -> Record:
-        options, records, ends, (span,) = self.options, answers, self._ends(runner.method), self.spans()
+        ends = self._ends(runner.method)
+        (span,) = self.spans()
         shared = ends.index(self.common) + 1
-        tokens = self.common - options.prompt_tokens
-        held = [record["held"][shared - 1] for record in records]
+        tokens = self.common - self.options.prompt_tokens
+        held = [record["held"][shared - 1] for record in answers]
         shared_by_all = {"tokens": tokens, "budget_tokens": runner.budget(span)}
         rows = [
             {"score": sum(record["sums"][:shared]), **shared_by_all, "bytes": size}
-            for record, size in zip(records, held, strict=True)
+            for record, size in zip(answers, held, strict=True)
         ]
         chunk, reads_on = self._fed(runner.method)
         fed = f"{chunk} tokens at once, equal to single ones" if chunk > 1 else "token by token"
@@ -162,16 +164,16 @@ class StreamNll(TextTask):
             self.samples(rows, self.common),
             bytes_rows=[runner.stated(span, held)],
             settings={
-                "texts": len(records),
+                "texts": len(answers),
                 "read": ends[-1],
-                "scored": f"{options.prompt_tokens} to {self.common}",
+                "scored": f"{self.options.prompt_tokens} to {self.common}",
                 "fed": "one prompt, compressed while it is read" if reads_on else fed,
                 "stopped": self._stopped(runner.method),
             },
             metrics=self._beyond(
-                ends[-1] - self.common, [sum(record["sums"][shared:]) for record in records]
+                ends[-1] - self.common, [sum(record["sums"][shared:]) for record in answers]
             ),
-            curves=self._curves(ends, records),
+            curves=self._curves(ends, answers),
         )
 
     def _stopped(self, method: EvaluatedMethod) -> str | None:
@@ -202,7 +204,8 @@ class StreamNll(TextTask):
         """
         rows, total, first = [], 0.0, self.options.prompt_tokens
         for index, (start, end) in enumerate(pairwise((first, *ends))):
-            nats, held = (fmean(record[key][index] for record in records) for key in ("sums", "held"))
+            nats = fmean(record["sums"][index] for record in records)
+            held = fmean(record["held"][index] for record in records)
             total += nats
             within = nats / (end - start)
             rows.append({"read": end, "cumulative": total / (end - first), "within": within, "held": held})

@@ -31,8 +31,13 @@ def first_line(prediction: str) -> str:
 
 def qa_f1_zh(prediction: str, reference: str) -> float:
     """F1 over the bags of jieba's words, without case, punctuation and white space."""
-    said, wanted = ([*filter(None, map(letters_zh, _cut(text)))] for text in (prediction, reference))
-    return bag_f1(said, wanted)
+    return bag_f1(_words_zh(prediction), _words_zh(reference))
+
+
+def _words_zh(text: str) -> list[str]:
+    """jieba's words of a text, without case, punctuation and white space."""
+    words = [letters_zh(word) for word in _cut(text)]
+    return [word for word in words if word]
 
 
 def rouge_l(prediction: str, reference: str, longest_walk: int = RECURSION_STEPS) -> float:

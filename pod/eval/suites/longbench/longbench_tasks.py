@@ -98,8 +98,9 @@ accuracy_retrieval_zh = _scorer("accuracy", longbench_metrics.retrieval)
 
 def edit_similarity(doc: Row, results: list[str]) -> dict[str, float]:
     """Edit similarity without and with python-Levenshtein. The score is the one without, the official one."""
-    readings = (longbench_metrics.code_similarity, longbench_metrics.code_similarity_levenshtein)
-    value, other = (words.best(reading, results[0], doc["answers"]) for reading in readings)
+    said, answers = results[0], doc["answers"]
+    value = words.best(longbench_metrics.code_similarity, said, answers)
+    other = words.best(longbench_metrics.code_similarity_levenshtein, said, answers)
     return {"edit_similarity": value, "score": value, "edit_similarity_levenshtein": other}
 
 
