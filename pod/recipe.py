@@ -185,10 +185,11 @@ def _print_dry_run(
     arguments: argparse.Namespace,
 ) -> None:
     """Print the estimate for `--dry-run`, and below it the resolved recipe for `--print-config`."""
-    if arguments.dry_run and estimate is None:
-        print("There is no estimate for this command.")
-    elif arguments.dry_run:
-        print(estimate(recipe, **_options_for(estimate, arguments)))
+    if arguments.dry_run:
+        if estimate is None:
+            print("There is no estimate for this command.")
+        else:
+            print(estimate(recipe, **_options_for(estimate, arguments)))
     if arguments.dry_run and arguments.print_config:
         print("---")
     if arguments.print_config:

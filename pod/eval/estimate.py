@@ -10,7 +10,7 @@ from pod.eval.speed.args import speed_options
 from pod.units import GIB
 
 if TYPE_CHECKING:
-    from pod.eval.runner import Inputs
+    from pod.eval.runner import EvalInputs
     from pod.recipe import Recipe
 
 
@@ -85,7 +85,7 @@ def _layout(recipe: "Recipe", gpus: Gpus, load: Load | None) -> list[str]:
     return lines
 
 
-def _built(recipe: "Recipe", names: list[str]) -> tuple["Inputs | None", list[str]]:
+def _built(recipe: "Recipe", names: list[str]) -> tuple["EvalInputs | None", list[str]]:
     """Build the tasks as an evaluation would.
 
     Returns: the inputs of the evaluation and no line; or None and a line that says why the prompts of these
@@ -106,7 +106,7 @@ def _built(recipe: "Recipe", names: list[str]) -> tuple["Inputs | None", list[st
         return None, [f"Not counted: {', '.join(names)}. {end}"]
 
 
-def _tokens_of(recipe: "Recipe", inputs: "Inputs | None", name: str) -> tuple[int, int]:
+def _tokens_of(recipe: "Recipe", inputs: "EvalInputs | None", name: str) -> tuple[int, int]:
     """(prompt tokens, decode steps) of a method for all tasks that can be counted.
 
     Args:

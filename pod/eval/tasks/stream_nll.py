@@ -14,11 +14,11 @@ from typing import Any
 from pydantic import PositiveInt
 
 from pod.eval import answer
-from pod.eval.answer.answer_cache import AnswerCache
-from pod.eval.answer.budget import MethodRunner, Span
+from pod.eval.answer.answer_cache import AnswerCache, JsonObject
+from pod.eval.answer.budget import CacheSpan, MethodRunner
 from pod.eval.answer.methods import EvaluatedMethod, find_method
 from pod.eval.suites.task_base import curve, scored_payload
-from pod.eval.suites.text import Record, TextTask
+from pod.eval.suites.text import TextTask
 from pod.schema import AtLeast2, section
 
 
@@ -86,8 +86,8 @@ class StreamNll(TextTask):
         ends_of = answer.score.ends_of
         self.ends = ends_of(options.prompt_tokens, options.length, options.every, self.common)
 
-    def spans(self) -> list[Span]:
-        return [Span(self.common - 1, self.common - self.options.prompt_tokens)]
+    def spans(self) -> list[CacheSpan]:
+        return [CacheSpan(self.common - 1, self.common - self.options.prompt_tokens)]
 
     def longest(self) -> int:
         return self.common
@@ -116,7 +116,7 @@ class StreamNll(TextTask):
         chunk = answer.score.chunk_of(method, self.options.chunk_size, options)
         return chunk, answer.score.reads_on(method, options)
 
-    def prompt_of(self, method: EvaluatedMethod, span: Span) -> int:
+    def prompt_of(self, method: EvaluatedMethod, span: CacheSpan) -> int:
         return self._end(method) - 1 if self._fed(method)[1] else super().prompt_of(method, span)
 
     def _ends(self, method: EvaluatedMethod) -> tuple[int, ...]:
@@ -124,7 +124,7 @@ class StreamNll(TextTask):
         last = self._end(method)
         return tuple(end for end in self.ends if end <= last)
 
-    def answer(self, runner: MethodRunner, answer_cache: AnswerCache) -> list[Record]:
+    def answer(self, runner: MethodRunner, answer_cache: AnswerCache) -> list[JsonObject]:
         (span,) = self.spans()
         ends = self._ends(runner.method)
         asked = [
@@ -136,7 +136,7 @@ class StreamNll(TextTask):
         ]
         return self.records(answer_cache, asked, lambda rows: self._stream(runner, rows, ends), ends[-1])
 
-    def _stream(self, runner: MethodRunner, rows: Any, ends: tuple[int, ...]) -> list[Record]:
+    def _stream(self, runner: MethodRunner, rows: Any, ends: tuple[int, ...]) -> list[JsonObject]:
         """A record for each text of `rows` [B, n]: the summed NLL (nats) and the bytes of every interval."""
         where = rows, self.options.prompt_tokens, ends, *self._fed(runner.method)
         sums, held = answer.score.score_stream(runner.model, runner.cache(self.spans()[0]), *where)
@@ -145,7 +145,7 @@ class StreamNll(TextTask):
         by_text = zip(sums_by_text, bytes_by_text, strict=True)
         return [{"sums": list(of_text), "held": list(sizes)} for of_text, sizes in by_text]
 
-    def score(self, runner: MethodRunner, answers: list[Record]) -> Record:
+    def score(self, runner: MethodRunner, answers: list[JsonObject]) -> JsonObject:
         ends = self._ends(runner.method)
         (span,) = self.spans()
         shared = ends.index(self.common) + 1
@@ -185,7 +185,7 @@ class StreamNll(TextTask):
             f"{method.name} grow with the text"
         )
 
-    def _beyond(self, tokens: int, sums: list[float]) -> dict[str, Record]:
+    def _beyond(self, tokens: int, sums: list[float]) -> dict[str, JsonObject]:
         """Perplexity of the tokens that only methods without a limit read, as a metric.
 
         Args:
@@ -197,7 +197,7 @@ class StreamNll(TextTask):
         found = {"value": math.exp(fmean(sums) / tokens), "ci95": None, "percent": False}
         return {"perplexity beyond the model's limit": found}
 
-    def _curves(self, ends: tuple[int, ...], records: list[Record]) -> list[Record]:
+    def _curves(self, ends: tuple[int, ...], records: list[JsonObject]) -> list[JsonObject]:
         """Three curves with a point at the end of every interval, each a mean over texts.
 
         They show the cumulative NLL, the NLL within the interval, and the bytes per text.

@@ -8,7 +8,7 @@ a comment names each of them.
 import difflib
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from pod.eval.suites.words import bag_f1, letters_zh
 
@@ -16,8 +16,6 @@ from pod.eval.suites.words import bag_f1, letters_zh
 # LongBench's eval.py runs out of stack, swallows the error and scores 0. This was measured with Python 3.11,
 # whose limit is 1,000 frames. For Chinese texts the recursion begins one frame deeper.
 RECURSION_STEPS = 990
-
-Metric = Callable[[str, str], float]
 
 
 def first_line(prediction: str) -> str:
