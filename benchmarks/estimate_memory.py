@@ -38,7 +38,7 @@ from longest_sequence import LiveBytes, make_plan
 
 import pod
 from pod.data import PackedDataset, write_packed_rows
-from pod.eval.results import one_line
+from pod.errors import one_line
 from pod.files import write_json
 from pod.measure.machine import environment
 from pod.training.args import TrainArgs
@@ -245,7 +245,7 @@ def measure_rank(case: Case, rank: int, port: int, folder: Path, largest: int, p
             import traceback
 
             traceback.print_exc()
-        pipe.send({"failed": one_line(error)[:300]})
+        pipe.send({"failed": one_line(error, with_class=True, limit=300)})
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from pod.eval.results import one_line
+from pod.errors import one_line
 from pod.files import write_json
 from pod.measure.machine import environment
 from pod.measure.speed_comparison import spread
@@ -295,7 +295,7 @@ class Race:
             action()
             return
         except Exception as error:  # noqa: BLE001 - compilers and drivers raise anything; the others go on
-            reason = one_line(error)[:400]
+            reason = one_line(error, with_class=True, limit=400)
         self.errors[name] = reason
         self.contestants.pop(name, None)
         print(f"  {name} failed: {reason}")

@@ -37,7 +37,7 @@ from gpu_tools import RESULTS, finish, goal_row, header, parser
 from torch.utils._python_dispatch import _disable_current_modes
 
 import pod
-from pod.eval.results import one_line
+from pod.errors import one_line
 from pod.files import write_json
 from pod.measure import measured_memory
 from pod.modeling.model.attend import IMPLEMENTATIONS, Call, Implementation
@@ -199,7 +199,12 @@ def serve(pipe: Any, contestant: str, limit: int, tiny: bool) -> None:
                 peak = measured(run, tokens, decoder, cuda)
             except torch.OutOfMemoryError as error:
                 pipe.send(
-                    {"tokens": tokens, "fits": False, "peak_bytes": None, "error": one_line(error)[:200]}
+                    {
+                        "tokens": tokens,
+                        "fits": False,
+                        "peak_bytes": None,
+                        "error": one_line(error, with_class=True, limit=200),
+                    }
                 )
                 return
             seconds = time.perf_counter() - began
@@ -208,7 +213,7 @@ def serve(pipe: Any, contestant: str, limit: int, tiny: bool) -> None:
                 {"tokens": tokens, "fits": cuda or peak <= limit, "peak_bytes": peak, "seconds": seconds}
             )
     except Exception as error:  # noqa: BLE001  the parent records it
-        pipe.send({"failed": one_line(error)[-2000:]})
+        pipe.send({"failed": one_line(error, with_class=True)[-2000:]})
 
 
 class Tries:

@@ -29,8 +29,8 @@ from gpu_tools import DeviceLost, choose_device, finish, goal_row, header, is_lo
 from pod.bench.args import FULL, bench_method
 from pod.bench.decode_speed import Bench, free, make_cache
 from pod.bench.run import load, what_to_measure
+from pod.errors import one_line
 from pod.eval.answer.methods import EvaluatedMethod
-from pod.eval.results import one_line
 from pod.measure.max_batch import Tries, search
 from pod.recipe import load_recipe
 
@@ -107,7 +107,7 @@ def tried(bench: Bench, tokens: int, limit: int | None) -> dict[str, Any]:
     try:
         return measure(bench, tokens, limit)
     except Exception as error:  # noqa: BLE001 - drivers raise anything; the other lengths go on
-        found = {"tokens": tokens, "error": one_line(error)[:400]}
+        found = {"tokens": tokens, "error": one_line(error, with_class=True, limit=400)}
     if is_lost(bench.device):
         raise DeviceLost(f"{tokens} tokens", found["error"])
     return found

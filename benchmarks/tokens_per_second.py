@@ -22,7 +22,7 @@ from pod.bench.decode_bytes import needed
 from pod.bench.decode_speed import Bench, compare
 from pod.bench.dense_decode import dense_peers
 from pod.bench.run import load, table, what_to_measure
-from pod.eval.results import one_line
+from pod.errors import one_line
 from pod.measure.measured_memory import free_memory
 from pod.recipe import Recipe, load_recipe
 
@@ -51,7 +51,7 @@ def measure(
     try:
         found = compare(bench, [method], batch, length, backend)
     except Exception as error:  # noqa: BLE001 - compilers and drivers raise anything; the others go on
-        found = {"error": one_line(error)[:400]}
+        found = {"error": one_line(error, with_class=True, limit=400)}
     if "error" not in found:
         print(table(found))
         found = {"full_backend": found["full"], **found["methods"][method.name]}

@@ -21,6 +21,7 @@ from pydantic import Field
 from pod.bench.args import BenchArgs
 from pod.command_line import Parser, add_verbosity
 from pod.data.args import DataArgs
+from pod.errors import one_line
 from pod.eval.args import EvalArgs
 from pod.files import check_can_write
 from pod.models import ModelArgs
@@ -34,7 +35,6 @@ from pod.schema import (
     hints_of,
     is_setting,
     nearest,
-    one_line,
     section,
     to_yaml,
 )
@@ -196,10 +196,11 @@ def _print_dry_run(
     arguments: argparse.Namespace,
 ) -> None:
     """Print the estimate for `--dry-run`, and below it the resolved recipe for `--print-config`."""
-    if arguments.dry_run and estimate is None:
-        print("There is no estimate for this command.")
-    elif arguments.dry_run:
-        print(estimate(recipe, **_options_for(estimate, arguments)))
+    if arguments.dry_run:
+        if estimate is None:
+            print("There is no estimate for this command.")
+        else:
+            print(estimate(recipe, **_options_for(estimate, arguments)))
     if arguments.dry_run and arguments.print_config:
         print("---")
     if arguments.print_config:
@@ -368,7 +369,7 @@ def exit_with(error: Exception) -> typing.NoReturn:
     hint = " (-v shows where)" if isinstance(error, RuntimeError) else ""
     prefix = "error" if rank() == 0 else f"error (rank {rank()})"
     if not (rank() and said_by_all(error)):
-        print(f"{prefix}: {one_line(error) or type(error).__name__}{hint}", file=sys.stderr, flush=True)
+        print(f"{prefix}: {one_line(error)}{hint}", file=sys.stderr, flush=True)
     sys.exit(2)
 
 

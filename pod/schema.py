@@ -342,8 +342,3 @@ def is_setting(cls: Any, path: Sequence[str]) -> bool:
             return False
         cls = hints_of(cls)[key]
     return not dataclasses.is_dataclass(cls) and get_origin(cls) is not dict
-
-
-def one_line(error: BaseException) -> str:
-    """An error's message without line breaks."""
-    return " ".join(str(error).split())

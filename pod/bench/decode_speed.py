@@ -29,8 +29,8 @@ import pod
 from pod.bench.args import FULL, STOCK, BenchArgs
 from pod.bench.decode_bytes import Sizes, budget_at, is_modelled, read_per_step, uses_plan
 from pod.bench.dense_decode import candidates
+from pod.errors import one_line
 from pod.eval.answer.methods import EvaluatedMethod
-from pod.eval.results import one_line
 from pod.measure.random_cache import fill_with_random_tokens
 from pod.measure.speed_comparison import Runner, race, spread
 from pod.modeling.placement import is_spread, places_of
@@ -96,7 +96,7 @@ def make_cache(
     try:
         cache = pod.make_cache(model, spec if named else f"full+{spec}", capacity=capacity, **options)
     except ValueError as error:
-        return pod.make_cache(model, spec, **options), f"{without}: {one_line(error)}"
+        return pod.make_cache(model, spec, **options), f"{without}: {one_line(error, with_class=True)}"
     engine: Any = cache.engine
     engine.backend = backend
     return cache, None
@@ -159,7 +159,7 @@ def fastest_backend(bench: Bench, batch: int, length: int) -> tuple[str, dict[st
             one, _ = make_runner(bench, FULL, batch, length, length + 2 * _TRIAL_STEPS, name)
             tried[name] = min(one.decode(_TRIAL_STEPS) for _ in range(2)) / _TRIAL_STEPS
         except Exception as error:  # noqa: BLE001 - compilers and drivers raise anything; the others go on
-            tried[name] = one_line(error)[:400]
+            tried[name] = one_line(error, with_class=True, limit=400)
         one = None
         free(bench.device)
     found = {name: seconds for name, seconds in tried.items() if isinstance(seconds, float)}
@@ -204,7 +204,7 @@ def compare(
         try:
             found[method.name] = compare_speed(bench, full, method, batch, capacity)
         except Exception as error:  # noqa: BLE001 - as above
-            found[method.name] = {"error": one_line(error)[:400]}
+            found[method.name] = {"error": one_line(error, with_class=True, limit=400)}
         free(bench.device)
         if full.failed is not None:
             raise full.failed
@@ -295,7 +295,7 @@ def _raced_plainly(full: Runner, one: Runner, args: BenchArgs, tokens: int) -> d
     with plainly([full, one]):
         race([full, one], args.steps, args.repeats)
     if one.failed is not None:
-        return {"error": one_line(one.failed)[:400]}
+        return {"error": one_line(one.failed, with_class=True, limit=400)}
     return {} if full.failed is not None else _speeds(full, one, tokens)
 
 

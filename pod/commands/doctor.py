@@ -18,6 +18,7 @@ import pod
 from pod import toolchain
 from pod.command_line import Parser
 from pod.commands import INSTALL
+from pod.units import GIB
 
 OPTIONAL = {
     "tiktoken": "a tokenizer.model in tiktoken's format: pip install tiktoken",
@@ -114,7 +115,7 @@ def parts() -> list[str]:
 
     for number in range(torch.cuda.device_count()):
         found = torch.cuda.get_device_properties(number)
-        say("ok", f"GPU {number}", f"{found.name}, {found.total_memory / 2**30:.0f} GiB")
+        say("ok", f"GPU {number}", f"{found.name}, {found.total_memory / GIB:.0f} GiB")
     if not torch.cuda.is_available():
         say("note", "GPU", f"torch {torch.__version__} finds none; the CPU has {os.cpu_count()} cores")
     say("ok", "attention", attention_backends())
@@ -190,4 +191,4 @@ def places() -> None:
         return
     say("", "recipes", f"{len(recipe_names())} in {RECIPES}; `pod recipes` lists them")
     say("", "converted models", f"{cache_dir()} (set POD_CACHE to change it)")
-    say("", "this folder", f"{here}: {shutil.disk_usage(here).free / 2**30:.0f} GiB free")
+    say("", "this folder", f"{here}: {shutil.disk_usage(here).free / GIB:.0f} GiB free")

@@ -14,8 +14,8 @@ from pod.data.rows.loader import PackedDataset
 from pod.data.rows.manifest import listed_files
 from pod.data.rows.overview import overview
 from pod.data.rows.verify import DamagedData, open_manifest, verify
+from pod.errors import one_line
 from pod.recipe import exit_with
-from pod.schema import one_line
 from pod.verbosity import is_quiet, printing
 
 WHOLE, DAMAGED = 0, 1

@@ -7,9 +7,10 @@ from pod.eval.answer.devices import Gpus, Load, layout_lines, longest_of, spread
 from pod.eval.answer.methods import find_method
 from pod.eval.speed.args import NAME as SPEED_RUN
 from pod.eval.speed.args import speed_options
+from pod.units import GIB
 
 if TYPE_CHECKING:
-    from pod.eval.runner import Inputs
+    from pod.eval.runner import EvalInputs
     from pod.recipe import Recipe
 
 
@@ -54,7 +55,7 @@ def _gpus_here() -> Gpus | None:
 
     count = torch.cuda.device_count()
     sizes = [torch.cuda.get_device_properties(number).total_memory for number in range(count)]
-    return Gpus(count, min(sizes) / 2**30) if count > 1 else None
+    return Gpus(count, min(sizes) / GIB) if count > 1 else None
 
 
 def _layout(recipe: "Recipe", gpus: Gpus, load: Load | None) -> list[str]:
@@ -84,7 +85,7 @@ def _layout(recipe: "Recipe", gpus: Gpus, load: Load | None) -> list[str]:
     return lines
 
 
-def _built(recipe: "Recipe", names: list[str]) -> tuple["Inputs | None", list[str]]:
+def _built(recipe: "Recipe", names: list[str]) -> tuple["EvalInputs | None", list[str]]:
     """Build the tasks as an evaluation would.
 
     Returns: the inputs of the evaluation and no line; or None and a line that says why the prompts of these
@@ -105,7 +106,7 @@ def _built(recipe: "Recipe", names: list[str]) -> tuple["Inputs | None", list[st
         return None, [f"Not counted: {', '.join(names)}. {end}"]
 
 
-def _tokens_of(recipe: "Recipe", inputs: "Inputs | None", name: str) -> tuple[int, int]:
+def _tokens_of(recipe: "Recipe", inputs: "EvalInputs | None", name: str) -> tuple[int, int]:
     """(prompt tokens, decode steps) of a method for all tasks that can be counted.
 
     Args:

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from pod.errors import one_line
 from pod.files import read_mapping, write_json
 from pod.identity import content_of
 from pod.measure.machine import environment, version
@@ -87,7 +88,7 @@ class RunResults:
 
     def fail(self, part: str, error: Exception) -> None:
         """Record the error of a part in one line, mark the run failed, and write. Finished parts stay."""
-        self.content["failed"][part] = one_line(error)
+        self.content["failed"][part] = one_line(error, with_class=True)
         self.content["status"] = "failed"
         self.write()
 
@@ -160,15 +161,3 @@ def _meaning(file: Path) -> str:
         if isinstance(body, list):  # a string that stands alone is a docstring
             body[:] = [x for x in body if not (isinstance(x, ast.Expr) and isinstance(x.value, ast.Constant))]
     return hashlib.sha256(ast.dump(tree).encode()).hexdigest()
-
-
-def one_line(error: BaseException) -> str:
-    """The message of an error as one line.
-
-    Without a message it is the error's class. The class stands before the message of any error that is
-    neither a ValueError nor an OSError: such an error was not expected.
-    """
-    text = " ".join(str(error).split())
-    if isinstance(error, (ValueError, OSError)) and text:
-        return text
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__

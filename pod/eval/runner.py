@@ -12,13 +12,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from pod.errors import one_line
 from pod.eval.answer.answer_cache import AnswerCache, AnswerError, AnswerFolder, Unanswered
 from pod.eval.answer.budget import ByteBudgets, MethodRunner, measure_once
 from pod.eval.answer.devices import Load
-from pod.eval.answer.methods import EvaluatedMethod, find_method, parts_of, with_requests
+from pod.eval.answer.methods import EvaluatedMethod, find_method, parts_of, with_repeat_ids
 from pod.eval.answer.model_set import Models
 from pod.eval.answer.ranks import Ranks
-from pod.eval.results import RunResults, code_identity, fingerprint, one_line, with_files
+from pod.eval.results import RunResults, code_identity, fingerprint, with_files
 from pod.eval.speed.args import NAME as SPEED_RUN
 from pod.eval.speed.args import speed_options
 from pod.eval.suites import task_base, task_data
@@ -94,7 +95,7 @@ def _evaluate(recipe: "Recipe", ranks: Ranks, log: Log) -> dict[str, dict]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Inputs:
+class EvalInputs:
     """What an evaluation works with. All of it is checked, and nothing is computed yet.
 
     Attributes:
@@ -113,7 +114,7 @@ class Inputs:
     store: AnswerFolder
 
 
-def prepare(recipe: "Recipe", log: Log = print_now, ranks: Ranks | None = None) -> Inputs:
+def prepare(recipe: "Recipe", log: Log = print_now, ranks: Ranks | None = None) -> EvalInputs:
     """The inputs of an evaluation. No model is loaded.
 
     Raises:
@@ -138,7 +139,7 @@ def prepare(recipe: "Recipe", log: Log = print_now, ranks: Ranks | None = None) 
     store = AnswerFolder(recipe.eval_dir / "answers", ranks or Ranks(), args.reuse)
     budgets = _budgets(args, models, tasks, store)
     method_runners = {name: _method_runner(name, recipe, models, tokenizer, budgets) for name in args.methods}
-    return Inputs(
+    return EvalInputs(
         recipe=recipe,
         models=models,
         tokenizer=tokenizer,
@@ -243,7 +244,7 @@ def _method_runner(
     exact = found.one_shot or (found.spec is None and models.sources[found.model].plan is not None)
     differs = given or (exact and models.packs(found.model))
     method = replace(found, one_shot=exact and not differs)
-    options = with_requests(method, given, tokenizer)
+    options = with_repeat_ids(method, given, tokenizer)
     heads = recipe.plan_dir / "retrieval_heads.json"
     if "razor" in parts_of(method) and "heads" not in options and heads.is_file():
         options = options | {"heads": str(heads)}
@@ -284,7 +285,7 @@ def check_caches(runner: MethodRunner, task: Task) -> None:
 # -- answers → score → result file ---------------------------------------------------------------------------
 
 
-def open_results(inputs: Inputs, runner: MethodRunner, log: Log = print_now) -> RunResults:
+def open_results(inputs: EvalInputs, runner: MethodRunner, log: Log = print_now) -> RunResults:
     """The result file of a method, with the parts that earlier runs scored for the same row."""
     method, models, args = runner.method, inputs.models, inputs.recipe.eval
     header = {"title": method.title, "spec": method.spec, "seed": inputs.recipe.seed, "config": asdict(args)}
@@ -305,7 +306,7 @@ def open_results(inputs: Inputs, runner: MethodRunner, log: Log = print_now) -> 
     return results
 
 
-def answers_of(inputs: Inputs, runner: MethodRunner) -> AnswerCache:
+def answers_of(inputs: EvalInputs, runner: MethodRunner) -> AnswerCache:
     """The answer cache of a method with its model and its options, under the present code."""
     method = runner.method
     identity = {
@@ -318,7 +319,7 @@ def answers_of(inputs: Inputs, runner: MethodRunner) -> AnswerCache:
     return inputs.store.answers_of(method.name, identity | inputs.recipe.eval.template_settings())
 
 
-def measure(inputs: Inputs, runner: MethodRunner, task: Task) -> dict[str, Any]:
+def measure(inputs: EvalInputs, runner: MethodRunner, task: Task) -> dict[str, Any]:
     """Score a method's answers to a task. Missing answers are computed first, if `inputs.store` is open.
 
     Returns: the task's part of a result file.
@@ -336,13 +337,13 @@ def measure(inputs: Inputs, runner: MethodRunner, task: Task) -> dict[str, Any]:
     return payload
 
 
-def describe_model(inputs: Inputs, runner: MethodRunner) -> dict[str, Any]:
+def describe_model(inputs: EvalInputs, runner: MethodRunner) -> dict[str, Any]:
     """The method's model, for its result file."""
     with answers_of(inputs, runner).asked_by("model") as answer_cache:
         return inputs.models.described(runner.method.model, answer_cache)
 
 
-def _score_saved(inputs: Inputs, name: str, results: RunResults, log: Log) -> list[str]:
+def _score_saved(inputs: EvalInputs, name: str, results: RunResults, log: Log) -> list[str]:
     """Score the tasks whose answers are all saved.
 
     Tasks that cannot measure the method are logged and noted in its result file as `refused`.
@@ -366,7 +367,9 @@ def _score_saved(inputs: Inputs, name: str, results: RunResults, log: Log) -> li
     return pending
 
 
-def _score_if_saved(inputs: Inputs, runner: MethodRunner, task: Task, results: RunResults, log: Log) -> bool:
+def _score_if_saved(
+    inputs: EvalInputs, runner: MethodRunner, task: Task, results: RunResults, log: Log
+) -> bool:
     """Score a task if its answers are all saved and may be used again (`eval.reuse`).
 
     Returns: whether it was scored.
@@ -386,7 +389,7 @@ def _score_if_saved(inputs: Inputs, runner: MethodRunner, task: Task, results: R
     return True
 
 
-def _score(inputs: Inputs, runner: MethodRunner, task: Task, results: RunResults) -> dict[str, Any]:
+def _score(inputs: EvalInputs, runner: MethodRunner, task: Task, results: RunResults) -> dict[str, Any]:
     """Measure a task and return its part of the result file.
 
     The part is stored if the step `score` is among `eval.steps`.
@@ -399,7 +402,7 @@ def _score(inputs: Inputs, runner: MethodRunner, task: Task, results: RunResults
     return part
 
 
-def _answer_and_score(inputs: Inputs, name: str, tasks: list[str], results: RunResults, log: Log) -> None:
+def _answer_and_score(inputs: EvalInputs, name: str, tasks: list[str], results: RunResults, log: Log) -> None:
     """Compute the missing answers to these tasks, and score each. A failed task does not stop the others."""
     runner = inputs.method_runners[name]
     for title in tasks:
@@ -412,7 +415,7 @@ def _answer_and_score(inputs: Inputs, name: str, tasks: list[str], results: RunR
                 # the other ranks may wait inside this task: only a restart helps, and the answers stay
                 raise
             results.fail(title, error)
-            log(f"{name}: {title} FAILED: {one_line(error)}")
+            log(f"{name}: {title} FAILED: {one_line(error, with_class=True)}")
             continue
         log(f"{name}: {title} {task.headline(part)} ({time.perf_counter() - began:.0f} s)")
     if tasks and not results.content["failed"] and "score" in inputs.recipe.eval.steps:
@@ -434,7 +437,7 @@ def _raise_failures(recipe: "Recipe", results: Mapping[str, RunResults]) -> None
 # -- speeds of all methods side by side ----------------------------------------------------------------------
 
 
-def measure_speeds(inputs: Inputs, results: Mapping[str, RunResults], log: Log = print_now) -> None:
+def measure_speeds(inputs: EvalInputs, results: Mapping[str, RunResults], log: Log = print_now) -> None:
     """Measure the speeds of all methods side by side, and store each as a part of its method's results.
 
     A method's error is recorded in its results, and the others go on.
@@ -451,7 +454,7 @@ def measure_speeds(inputs: Inputs, results: Mapping[str, RunResults], log: Log =
     for name, result in results.items():
         if name in errors:
             result.fail(SPEED_RUN, errors[name])
-            log(f"{name}: {SPEED_RUN} FAILED: {one_line(errors[name])}")
+            log(f"{name}: {SPEED_RUN} FAILED: {one_line(errors[name], with_class=True)}")
             continue
         result.content["model"] = describe_model(inputs, inputs.method_runners[name])
         result.store(SPEED_RUN, parts[name])
@@ -460,14 +463,14 @@ def measure_speeds(inputs: Inputs, results: Mapping[str, RunResults], log: Log =
     log(f"speed: {speed.headline(parts)} ({time.perf_counter() - began:.0f} s)")
 
 
-def check_speeds(inputs: Inputs) -> None:
+def check_speeds(inputs: EvalInputs) -> None:
     """Make the caches that the speeds need. Raises ValueError for a budget below a method's minimum."""
     from pod.eval.speed.task import check
 
     check(speed_run(inputs))
 
 
-def _speeds_known(inputs: Inputs, results: Mapping[str, RunResults]) -> bool:
+def _speeds_known(inputs: EvalInputs, results: Mapping[str, RunResults]) -> bool:
     """Whether the results already hold the speeds of all methods, measured side by side in one run."""
     from pod.eval.speed.task import is_known
 
@@ -476,7 +479,7 @@ def _speeds_known(inputs: Inputs, results: Mapping[str, RunResults]) -> bool:
     )
 
 
-def speed_run(inputs: Inputs, log: Log = print_now) -> "SpeedRun":
+def speed_run(inputs: EvalInputs, log: Log = print_now) -> "SpeedRun":
     """The recipe, PoD's layout and the methods, as the speed measurement takes them."""
     from pod.eval.speed.task import SpeedRun  # this loads torch
 

@@ -16,7 +16,7 @@ from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from pod.families import stored_names
 
-Reader = Callable[[str], Tensor]
+ReadTensor = Callable[[str], Tensor]
 """Returns a weight by its name. Its memory may be a mapped file: never write to it, but to a copy."""
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -74,7 +74,7 @@ class TorchFile:
 
 def weight_files(
     source: str | os.PathLike, **places: Any
-) -> tuple[dict[str, tuple[int, ...]], Reader] | None:
+) -> tuple[dict[str, tuple[int, ...]], ReadTensor] | None:
     """The shape of every weight in the files of a folder or hub id, and a function that reads a weight.
 
     Args:
@@ -178,7 +178,7 @@ def same_values(first: Tensor, second: Tensor) -> bool:
     return all(torch.equal(one, other.to(one)) for one, other in parts)
 
 
-def has_own_head(have: Container[str], read: Reader, config: Any) -> bool:
+def has_own_head(have: Container[str], read: ReadTensor, config: Any) -> bool:
     """Whether a checkpoint's head differs from the embedding, although its configuration ties the two.
 
     The head is the output projection. The stored weights win over ``tie_word_embeddings``, as in

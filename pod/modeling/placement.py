@@ -34,7 +34,7 @@ _IGNORED = frozenset({"model.rotary_emb"})
 """Modules without weights that a ``device_map`` for a stock model names, but that our model does not have."""
 
 
-class Parts(NamedTuple):
+class ModelParts(NamedTuple):
     """The parts of a model, in the order in which a token passes them, each of which is on one device.
 
     They are the embedding, the layers, and the end (the norm, and the head unless it is tied).
@@ -53,7 +53,7 @@ class Unplaced(ValueError):
     """The parts of a model do not fit into the memory of the devices."""
 
 
-def parts_of(config: PodConfig, bytes_per_number: int, beside: Sequence[int] | None = None) -> Parts:
+def parts_of(config: PodConfig, bytes_per_number: int, beside: Sequence[int] | None = None) -> ModelParts:
     """The parts of a model of this configuration, computed from shapes alone.
 
     Args:
@@ -70,7 +70,7 @@ def parts_of(config: PodConfig, bytes_per_number: int, beside: Sequence[int] | N
     sizes = [numbers * bytes_per_number for numbers in (first, *layers, last)]
     for layer, more in enumerate(beside or ()):
         sizes[1 + layer] += more
-    return Parts(sizes, [0, *heads_that_cross(config), 0])
+    return ModelParts(sizes, [0, *heads_that_cross(config), 0])
 
 
 def _numbers(module: nn.Module) -> int:
@@ -89,7 +89,7 @@ def heads_that_cross(config: PodConfig) -> list[int]:
     ]
 
 
-def lay_out(parts: Parts, capacities: Sequence[float], style: str = "balanced") -> list[int]:
+def lay_out(parts: ModelParts, capacities: Sequence[float], style: str = "balanced") -> list[int]:
     """Choose the device of each part, as an index into ``capacities``. Each device gets consecutive parts.
 
     Args:
@@ -117,7 +117,7 @@ def lay_out(parts: Parts, capacities: Sequence[float], style: str = "balanced") 
     return found
 
 
-def _in_sequence(parts: Parts, capacities: Sequence[float]) -> list[int]:
+def _in_sequence(parts: ModelParts, capacities: Sequence[float]) -> list[int]:
     """``lay_out`` with the style ``sequential``."""
     found, device, held = [], 0, 0
     for size in parts.sizes:
@@ -130,7 +130,7 @@ def _in_sequence(parts: Parts, capacities: Sequence[float]) -> list[int]:
     return found
 
 
-def _does_not_fit(parts: Parts, capacities: Sequence[float]) -> str:
+def _does_not_fit(parts: ModelParts, capacities: Sequence[float]) -> str:
     """The text of an error that the parts do not fit the devices."""
     room = ", ".join(f"{one / 1e9:.4g}" for one in capacities)
     return (
@@ -153,7 +153,7 @@ class _Layout(NamedTuple):
     devices: list[int]
 
 
-def _best(parts: Parts, capacities: Sequence[float], limit: float) -> list[int] | None:
+def _best(parts: ModelParts, capacities: Sequence[float], limit: float) -> list[int] | None:
     """The layout with the fewest heads that cross a border. None = no layout is within the limit.
 
     Of several such layouts, it is the one whose fullest device is the least full. It is found by dynamic
@@ -184,7 +184,7 @@ def _best(parts: Parts, capacities: Sequence[float], limit: float) -> list[int] 
     return None if found is None else found.devices
 
 
-def _fillings(parts: Parts, capacities: Sequence[float], found: Sequence[int]) -> list[float]:
+def _fillings(parts: ModelParts, capacities: Sequence[float], found: Sequence[int]) -> list[float]:
     """Bytes on each device as a share of its capacity, in the layout ``found``."""
     held = [0] * len(capacities)
     for size, device in zip(parts.sizes, found, strict=True):
@@ -266,7 +266,7 @@ def named(names: Sequence[str], devices: Sequence[torch.device], is_tied: bool) 
 
     Args:
         names: from ``module_names``.
-        devices: the device of each part; see ``Parts``.
+        devices: the device of each part; see ``ModelParts``.
         is_tied: whether the head is tied.
     """
     return dict(zip(names, [*devices, devices[0] if is_tied else devices[-1]], strict=True))

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from pod.modeling.model.sharing import SharingPlan
+from pod.units import GIB
 
-GIB = 1 << 30
 BLOCK_TOKENS = 16
 """vLLM's usual block on GPUs; its CPU backend takes 128."""
 NUMBER_BYTES = 2  # bytes of a stored number: 16 bits

@@ -38,7 +38,7 @@ def write_place(folder: Path) -> Path:
 
 def make_run(
     place: Path, task: str, methods: list[str], options: dict[str, Any], **changes: Any
-) -> runner.Inputs:
+) -> runner.EvalInputs:
     """The inputs of an evaluation of one task; changes: dotted recipe keys with `.` written as `__`."""
     settings = SETTINGS | {
         "output_dir": str(place / "out"),
@@ -63,7 +63,7 @@ def nll_by_forward(model: Any, tokens: Any, buckets: list[Any]) -> list[Any]:
     return [-found.logprobs for found in score_by_forward(model, tokens, buckets)]
 
 
-def measure(run: runner.Inputs, name: str) -> dict[str, Any]:
+def measure(run: runner.EvalInputs, name: str) -> dict[str, Any]:
     """The payload of the run's one task for a method, every answer of which is asked anew."""
     anew = dataclasses.replace(run, store=AnswerFolder(run.store.folder, run.store.ranks, reuse=False))
     (task,) = run.tasks.values()

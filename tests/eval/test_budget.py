@@ -5,8 +5,8 @@ import torch
 
 from pod.eval.answer.budget import (
     ByteBudgets,
+    CacheSpan,
     MethodRunner,
-    Span,
     length_class,
     measure_bytes,
     native_bytes_per_token,
@@ -41,7 +41,7 @@ def test_budgets_hold_pods_bytes_at_the_end(name, dense_model, pod_model):
     """
     length, fed, method = 900, 12, EVALUATED_METHODS[name]
     budgets = budgets_of(pod_model)
-    cache = MethodRunner(method, lambda: dense_model, {}, budgets).cache(Span(length, fed))
+    cache = MethodRunner(method, lambda: dense_model, {}, budgets).cache(CacheSpan(length, fed))
     ids = torch.arange(length)[None] % 96
     dense_model(input_ids=ids[:, : length - fed], past_key_values=cache, use_cache=True)
     for position in range(length - fed, length):
@@ -53,12 +53,12 @@ def test_budgets_hold_pods_bytes_at_the_end(name, dense_model, pod_model):
 def test_methods_without_budget_get_none(pod_model):
     for name in ("full", "pod"):
         runner = MethodRunner(EVALUATED_METHODS[name], lambda: pod_model, {}, budgets_of(pod_model))
-        assert runner.budget(Span(64, 4)) is None and runner.cache_budget(Span(64, 4)) is None
+        assert runner.budget(CacheSpan(64, 4)) is None and runner.cache_budget(CacheSpan(64, 4)) is None
 
 
 def test_more_fed_tokens_than_bytes_is_an_error(pod_model):
     with pytest.raises(ValueError, match="snapkv: PoD's bytes at 64 tokens leave -"):
-        budgets_of(pod_model).tokens(EVALUATED_METHODS["snapkv"], Span(64, fed=80))
+        budgets_of(pod_model).tokens(EVALUATED_METHODS["snapkv"], CacheSpan(64, fed=80))
 
 
 def test_stated_bytes_without_pod_and_without_cache():

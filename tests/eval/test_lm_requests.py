@@ -11,7 +11,7 @@ from lm_eval.models.huggingface import HFLM
 from lm_tools import instance
 from tokenizers.processors import TemplateProcessing
 
-from pod.eval.answer.budget import Span
+from pod.eval.answer.budget import CacheSpan
 from pod.eval.lm.batches import (
     forward_batches,
     generation_batches,
@@ -189,12 +189,12 @@ def test_errors_are_one_line(build, message):
 
 def test_sizes():
     """Scoring n context and m answer tokens ends with n + m - 1 in the cache, m of them after the prompt."""
-    assert span_of(63, 2) == Span(length=64, fed=2)
-    assert span_of(64, 2) == Span(length=128, fed=2)
-    assert span_of(60, 5) == Span(length=64, fed=8)
-    assert span_of(60, 0, 5) == Span(length=64, fed=4)
-    assert span_of(60, 0, 1) == Span(length=64, fed=0)
-    assert span_of(60, 0, 1200) == Span(
+    assert span_of(63, 2) == CacheSpan(length=64, fed=2)
+    assert span_of(64, 2) == CacheSpan(length=128, fed=2)
+    assert span_of(60, 5) == CacheSpan(length=64, fed=8)
+    assert span_of(60, 0, 5) == CacheSpan(length=64, fed=4)
+    assert span_of(60, 0, 1) == CacheSpan(length=64, fed=0)
+    assert span_of(60, 0, 1200) == CacheSpan(
         length=1280, fed=1199
     )  # InfiniteBench's summaries: not 2048 slots less
     encoder = RequestEncoder(lm_tools.tokenizer(), 4096)

@@ -13,7 +13,7 @@ import torch
 import worker_lm
 from lm_eval.api.model import CachingLM
 
-from pod.eval.answer.budget import Span, measure_bytes
+from pod.eval.answer.budget import CacheSpan, measure_bytes
 from pod.eval.answer.methods import find_method
 from pod.eval.lm.cli import arguments, main
 from pod.eval.lm.command import CommandLM, make_runner
@@ -127,7 +127,7 @@ def test_model_arguments_make_the_method(plan):
         lm_tools.choices()
     )
     quarter = make(method=" snapkv[window = 4] @ 0.25").runner
-    assert (quarter.budget(Span(66, 2)), quarter.cache_budget(Span(66, 2))) == (16, "25%")
+    assert (quarter.budget(CacheSpan(66, 2)), quarter.cache_budget(CacheSpan(66, 2))) == (16, "25%")
     assert quarter.method.name == "snapkv[window=4]@25%"
     windows = {"plan": plan, "num_sink_tokens": 4, "num_recent_tokens": 12}
     pod_lm = make(method="pod", **windows)
@@ -139,7 +139,7 @@ def test_model_arguments_make_the_method(plan):
     # tokens' bytes, and bookkeeping
     equal = make(method="streamingllm@pod", **windows)
     assert not equal.one_shot and equal.model.config.own_method == "full"
-    assert equal.runner.budget(Span(128, 4)) == 101
+    assert equal.runner.budget(CacheSpan(128, 4)) == 101
     assert not make(method="pod[tau=0.7]", **windows).one_shot  # the gate skip is no part of one forward
 
 

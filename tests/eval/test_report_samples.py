@@ -3,7 +3,7 @@
 import tracemalloc
 from typing import Any
 
-from pod.eval.report.samples import READ, Samples
+from pod.eval.report.samples import READ, SampleColumns
 
 
 def rows_of(method: int, number: int) -> list[dict[str, Any]]:
@@ -21,18 +21,18 @@ def rows_of(method: int, number: int) -> list[dict[str, Any]]:
 
 def test_rows_are_what_was_given_without_the_answers():
     given = [*rows_of(0, 9), {"id": "9", "score": 1.0, "tokens": 3, "cluster": "a", "buckets": [1.0, 2.0]}]
-    samples = Samples(given, {})
+    samples = SampleColumns(given, {})
     expected = [{key: row[key] for key in READ if key in row} for row in given]
     assert list(samples) == expected and samples[3:5] == expected[3:5] and samples[-1] == expected[-1]
-    assert len(samples) == 10 and not Samples([], {})
+    assert len(samples) == 10 and not SampleColumns([], {})
 
 
 def test_a_further_method_costs_a_number_per_sample():
     shared: dict[Any, Any] = {}
-    held = [Samples(rows_of(0, 2000), shared)]
+    held = [SampleColumns(rows_of(0, 2000), shared)]
     tracemalloc.start()
     for method in range(1, 6):
-        held.append(Samples(rows_of(method, 2000), shared))
+        held.append(SampleColumns(rows_of(method, 2000), shared))
     grown, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert grown < 5 * 2000 * 12

@@ -7,13 +7,9 @@ from dataclasses import replace
 
 import pytest
 
+from pod.errors import one_line
 from pod.eval import results as results_module
-from pod.eval.results import (
-    RunResults,
-    fingerprint,
-    one_line,
-    with_files,
-)
+from pod.eval.results import RunResults, fingerprint, with_files
 from pod.files import read_mapping
 from pod.measure.machine import environment
 from pod.registry import METHODS
@@ -149,7 +145,7 @@ def test_whatever_answering_code_imports_is_part_of_an_answer_or_does_not_decide
         # a method's facts are a part without this file, which says what facts there are
         "registry/method.py",
         # these keep, check, compile or report, and decide no number
-        *("files.py", "measure/machine.py", "schema.py", "toolchain.py", "verbosity.py"),
+        *("errors.py", "files.py", "measure/machine.py", "schema.py", "toolchain.py", "verbosity.py"),
     }
 
 
@@ -184,7 +180,7 @@ def test_environment_is_json_without_paths():
     ],
 )
 def test_one_line(error, line):
-    assert one_line(error) == line
+    assert one_line(error, with_class=True) == line
 
 
 def test_a_file_that_an_option_names_is_known_by_its_content(tmp_path):

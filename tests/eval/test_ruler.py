@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 from pod.eval.lm import index as lm_index
 from pod.eval.suites import task_data
 from pod.eval.suites.configs import find_config, suite_configs
-from pod.eval.suites.lengths import NAMES, Rows, chat_tokens, largest_fit
+from pod.eval.suites.lengths import NAMES, LazyRows, chat_tokens, largest_fit
 from pod.eval.suites.ruler import corpora, ruler_tasks
 from pod.eval.suites.ruler.ruler_prompts import NOISE, PROMPTS, TASKS
 from pod.models import resolve_model
@@ -210,7 +210,7 @@ def test_rows_are_fixed_by_the_seed_and_built_when_read(task):
     assert rows[2] == [again[index] for index in range(3)][2]
     assert rows[1] != rows[2] and rows[2] != rows_of(task, seed=7)[2]
     read = []
-    lazy = Rows(500, lambda index: read.append(index) or {"index": index}, ["index"])
+    lazy = LazyRows(500, lambda index: read.append(index) or {"index": index}, ["index"])
     assert [lazy[3], lazy[3], len(lazy)] == [{"index": 3}, {"index": 3}, 500] and read == [3]
 
 

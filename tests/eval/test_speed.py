@@ -9,7 +9,7 @@ from own_runs import make_run, write_place
 
 import pod
 from pod.eval import runner
-from pod.eval.answer.budget import Span
+from pod.eval.answer.budget import CacheSpan
 from pod.eval.args import EvalArgs
 from pod.eval.speed import task as speed
 from pod.eval.speed.args import SpeedOptions, speed_options
@@ -104,7 +104,7 @@ def test_longest_prompts(finished):
         assert row["batch_over_full"] == row["prompt"] / rows["full"]["prompt"]
         one = run.method_runners[name]
         for tokens, fits in ((row["prompt"], True), (row["prompt"] + 64, False)):
-            make = lambda n, one=one: one.cache(Span(n, 0))  # noqa: E731
+            make = lambda n, one=one: one.cache(CacheSpan(n, 0))  # noqa: E731
             tries = LongTries(one.model, make, tokens, 1, row["limit_bytes"])
             assert tries.fits(1) is fits
 

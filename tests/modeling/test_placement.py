@@ -8,7 +8,7 @@ from transformers import Qwen2Config
 import pod
 from pod.modeling.loading import target_config
 from pod.modeling.placement import (
-    Parts,
+    ModelParts,
     Unplaced,
     capacities,
     heads_that_cross,
@@ -65,7 +65,7 @@ def test_70b_lies_on_two_large_and_on_eight_small_devices(count, size):
 
 def test_a_border_goes_to_the_end_of_a_block_where_memory_allows():
     crossing = [0, 0, 3, 3, 3, 3, 0, 0, 0, 0]  # a block of layers 0-4, then dense ones, behind an embedding
-    parts = Parts([0, *[8] * 8, 0], crossing)
+    parts = ModelParts([0, *[8] * 8, 0], crossing)
     assert (
         lay_out(parts, [100, 100]).index(1) == 6
     )  # even would be 5, inside a block: one layer more is 1.25 times
@@ -74,13 +74,13 @@ def test_a_border_goes_to_the_end_of_a_block_where_memory_allows():
 
 
 def test_devices_of_unlike_size_are_filled_by_the_same_share():
-    parts = Parts([0, *[1] * 30, 0], [0] * 32)
+    parts = ModelParts([0, *[1] * 30, 0], [0] * 32)
     found = lay_out(parts, [10, 30, 20])
     assert [found.count(device) for device in range(3)] == [5 + 1, 15, 10 + 1]
 
 
 def test_sequential_fills_one_device_after_the_other():
-    parts = Parts([2, *[1] * 10, 2], [0] * 12)
+    parts = ModelParts([2, *[1] * 10, 2], [0] * 12)
     assert lay_out(parts, [5, 9, 100], "sequential") == [0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1]
     with pytest.raises(Unplaced, match="do not fit"):
         lay_out(parts, [5, 5, 2], "sequential")

@@ -9,9 +9,10 @@ from pod.commands import explore
 from pod.modeling.model.sharing import SharingPlan
 from pod.plan.choose import choose
 from pod.plan.costs import total_costs
-from pod.plan.engines import GIB, EngineCache, LayerGroups, layer_groups, window_counts
+from pod.plan.engines import EngineCache, LayerGroups, layer_groups, window_counts
 from pod.plan.plan_report import summary
 from pod.recipe import load_recipe
+from pod.units import GIB
 
 WINDOWS = {"num_sink_tokens": 0, "num_recent_tokens": 5}
 SMOLLM2 = EngineCache(

@@ -11,7 +11,7 @@ from pod.training.observe.validation import (
     held_out_rows,
     lengthened,
     padded_row,
-    position_buckets,
+    position_ranges,
     token_scores,
 )
 
@@ -72,7 +72,7 @@ def test_without_settings_nothing_is_evaluated(tmp_path):
     ],
 )
 def test_buckets_double_and_are_few(length, buckets):
-    assert position_buckets(length) == buckets
+    assert position_ranges(length) == buckets
 
 
 def test_answer_tokens_are_the_labels_of_the_tokens_before_them():
@@ -135,7 +135,7 @@ def test_evaluation_on_ranks_equals_plain_pytorch(seeing_results, name):
     losses = plain["losses"]
     assert record["eval_loss"] == pytest.approx(mean([loss for _, loss in losses]), rel=1e-6)
     assert record["eval_perplexity"] == pytest.approx(np.exp(record["eval_loss"]), rel=1e-12)
-    for start, end in position_buckets(141):
+    for start, end in position_ranges(141):
         own = [loss for position, loss in losses if start <= position < end]
         assert record[f"eval_loss_{start}_{end}"] == pytest.approx(mean(own), rel=1e-6)
     assert [key["correct"] for key in record["eval_passkeys"]] == [True, False, True]

@@ -7,7 +7,7 @@ import numpy as np
 
 from pod.data.args import DataArgs
 from pod.data.balance.length_intervals import IntervalReport, ShareReport, choose, set_quotas, share_out
-from pod.data.balance.reservoir import Counted, Reservoir
+from pod.data.balance.reservoir import Counted, LengthGroups, Reservoir
 from pod.data.balance.sampling_keys import ORDER, hash_of_seed, splitmix64
 
 
@@ -135,11 +135,8 @@ def _reports(
 ) -> tuple[list[IntervalReport], list[list[ShareReport]]]:
     """A report for each interval, and for each source in each interval, with the numbers of what was read."""
     bounds, total = reservoir.groups.bounds, sum(args.weights)
-    shape = reservoir.groups.intervals, reservoir.groups.sources, len(args.sources)
-    documents, tokens = (
-        np.rint(values[: reservoir.groups.count].reshape(shape).sum(axis=1)).astype(np.int64).tolist()
-        for values in (counted.documents, counted.tokens)
-    )
+    documents = _by_interval(counted.documents, reservoir.groups)
+    tokens = _by_interval(counted.tokens, reservoir.groups)
     weights = [weight / total for weight in args.weights] or [None] * len(args.sources)
     intervals, shares = [], []
     for number, (low, high) in enumerate(itertools.pairwise(bounds)):
@@ -152,6 +149,18 @@ def _reports(
             ]
         )
     return intervals, shares
+
+
+def _by_interval(counted: np.ndarray, groups: LengthGroups) -> list[list[int]]:
+    """Numbers of what was read in each interval, for each source.
+
+    Args:
+        counted: float64 [all groups, sources].
+    """
+    drawn_from = counted[: groups.count]
+    by_group = drawn_from.reshape(groups.intervals, groups.sources, -1)
+    by_interval = by_group.sum(axis=1)
+    return np.rint(by_interval).astype(np.int64).tolist()
 
 
 def _count(

@@ -7,7 +7,7 @@ from typing import Any, cast
 import numpy as np
 
 from pod.data.read.documents import Document
-from pod.data.read.records import one_line
+from pod.data.read.records import short_reason
 
 
 def imported_filter(name: str) -> Callable[[Document], bool]:
@@ -23,8 +23,8 @@ def imported_filter(name: str) -> Callable[[Document], bool]:
         found: Any = importlib.import_module(module)
     except Exception as error:  # a module may raise anything while it is imported
         raise ValueError(
-            f"document_filter {name!r}: cannot import {module} ({type(error).__name__}: {one_line(error)}); "
-            "is its folder on PYTHONPATH?"
+            f"document_filter {name!r}: cannot import {module} "
+            f"({type(error).__name__}: {short_reason(error)}); is its folder on PYTHONPATH?"
         ) from error
     found = getattr(found, function, None)
     if not callable(found):
@@ -45,7 +45,7 @@ def passes(document_filter: Callable[[Document], bool], name: str, document: Doc
         verdict = document_filter(document)
     except Exception as error:  # the user's code may raise anything; it stays as the cause
         raise ValueError(
-            f"document_filter {name} failed on {document.name}: {type(error).__name__}: {one_line(error)}"
+            f"document_filter {name} failed on {document.name}: {type(error).__name__}: {short_reason(error)}"
         ) from error
     # A forgotten `return` must not empty the corpus.
     if not isinstance(verdict, bool | np.bool_):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pod.data.read.records import Bad, BadRecord, Fields, Record, UnreadableFile, one_line
+from pod.data.read.records import Bad, BadRecord, Fields, Record, UnreadableFile, short_reason
 
 
 class HubShard(NamedTuple):
@@ -103,6 +103,6 @@ def _named(shard: HubShard, position: _Position) -> Iterator[None]:
         raise
     except (OSError, ValueError, RuntimeError) as error:
         raise ValueError(
-            f"{shard.where} cannot be read at record {position.record} ({one_line(error)}): "
+            f"{shard.where} cannot be read at record {position.record} ({short_reason(error)}): "
             "check the id, config and split, the network, or use a local copy"
         ) from error

@@ -21,7 +21,7 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 
 from pod.data.read.readers import BUFFER_BYTES, OPENERS, damage_named, open_bytes
-from pod.data.read.records import Bad, BadRecord, Fields, Record, UnreadableFile, one_line, too_long
+from pod.data.read.records import Bad, BadRecord, Fields, Record, UnreadableFile, short_reason, too_long
 
 ARRAY_TYPES = {
     8: "u1", 9: "i1", 16: "<u2", 17: "<i2", 18: "<f2",
@@ -188,7 +188,7 @@ def _read_sample(
         try:
             values[column.name] = decoders[column.name](data)
         except (ValueError, IndexError, KeyError, RecursionError) as error:
-            wrong = f"{where}: field {column.name!r} is not {column.encoding} ({one_line(error)})"
+            wrong = f"{where}: field {column.name!r} is not {column.encoding} ({short_reason(error)})"
     if wrong:
         raise BadRecord(wrong)
     return values

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from pod.data.read.records import Bad, BadRecord, Fields, Record, UnreadableFile, one_line, too_long
+from pod.data.read.records import Bad, BadRecord, Fields, Record, UnreadableFile, short_reason, too_long
 from pod.data.read.table_files import read_table
 from pod.remote import local_copy
 
@@ -119,7 +119,7 @@ def damage_named(path: Path | str) -> Iterator[None]:
     except UnreadableFile:
         raise
     except DAMAGE as error:
-        raise UnreadableFile(f"{path} cannot be read to its end ({one_line(error)})") from error
+        raise UnreadableFile(f"{path} cannot be read to its end ({short_reason(error)})") from error
 
 
 def open_bytes(path: Path) -> Any:
@@ -204,7 +204,9 @@ def _encoding_of(path: Path, data: bytes) -> str:
     try:
         return tokenize.detect_encoding(io.BytesIO(data).readline)[0]
     except SyntaxError as error:
-        raise UnreadableFile(f"{path} cannot be read in its declared encoding ({one_line(error)})") from error
+        raise UnreadableFile(
+            f"{path} cannot be read in its declared encoding ({short_reason(error)})"
+        ) from error
 
 
 def _read_lines(
@@ -250,13 +252,13 @@ def _parse_line(line: bytes, where: str) -> Any:
     try:
         return json.loads(line.decode())
     except UnicodeDecodeError as error:
-        raise BadRecord(f"{where} is not UTF-8 ({one_line(error)})") from error
+        raise BadRecord(f"{where} is not UTF-8 ({short_reason(error)})") from error
     except json.JSONDecodeError as error:
         if not line.strip():
             return _BLANK
         raise BadRecord(f"{where} is not JSON ({error.msg} at character {error.pos})") from error
     except (ValueError, RecursionError) as error:  # numbers of thousands of digits, brackets without end
-        raise BadRecord(f"{where} is not JSON ({one_line(error)})") from error
+        raise BadRecord(f"{where} is not JSON ({short_reason(error)})") from error
 
 
 def _skip_line(stream: IO[bytes], at_most: int | None = None) -> int:
@@ -312,7 +314,7 @@ def _read_csv(path: Path, fields: Fields, bad: Bad) -> Iterator[Record]:
                 yield record
         except csv.Error as error:
             place = f"behind row {number}" if number >= 0 else "from its beginning"
-            raise UnreadableFile(f"{path} is not csv {place} ({one_line(error)})") from error
+            raise UnreadableFile(f"{path} is not csv {place} ({short_reason(error)})") from error
 
 
 def _csv_names(path: Path, names: list[str], text_field: str) -> list[str]:
@@ -375,5 +377,5 @@ def _json_values(path: Path, data: bytes) -> list[Any]:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise UnreadableFile(f"{path} is not JSON ({one_line(error)})") from error
+        raise UnreadableFile(f"{path} is not JSON ({short_reason(error)})") from error
     return value if isinstance(value, list) else [value]

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from pod.errors import one_line
+
 if TYPE_CHECKING:
     from pod.data.args import DataArgs
 
@@ -128,9 +130,9 @@ class Fields:
         return Record(place, "", tokens, bounds, self._origin(values))
 
 
-def one_line(error: BaseException) -> str:
-    """An error's message without line breaks, cut after 200 characters."""
-    return (" ".join(str(error).split()) or type(error).__name__)[:200]
+def short_reason(error: BaseException) -> str:
+    """The message of an error as one line of at most 200 characters. It may quote a record."""
+    return one_line(error, limit=200)
 
 
 def too_long(where: str, num_bytes: int | None, limit: int) -> str:

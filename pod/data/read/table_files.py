@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from pod.data.read.records import Bad, BadRecord, Fields, Record, UnreadableFile, one_line
+from pod.data.read.records import Bad, BadRecord, Fields, Record, UnreadableFile, short_reason
 
 ROWS_AT_A_TIME = 64
 """Rows of a parquet file that are held in memory."""
@@ -41,7 +41,7 @@ def read_table(path: Path, kind: str, fields: Fields, bad: Bad) -> Iterator[Reco
                 number += batch.num_rows
     except (OSError, pyarrow.ArrowException) as error:
         raise UnreadableFile(
-            f"{path} is not a readable {kind} file at row {number} ({one_line(error)})"
+            f"{path} is not a readable {kind} file at row {number} ({short_reason(error)})"
         ) from error
 
 
@@ -104,5 +104,5 @@ def _row(batch: Any, row: int, fields: Fields, where: str) -> dict[str, Any]:
             try:
                 values[name] = cell.as_py()
             except UnicodeDecodeError as error:
-                raise BadRecord(f"{where}: field {name!r} is not UTF-8 ({one_line(error)})") from error
+                raise BadRecord(f"{where}: field {name!r} is not UTF-8 ({short_reason(error)})") from error
     return values

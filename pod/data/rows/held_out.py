@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from pod.data.read.records import one_line
+from pod.data.read.records import short_reason
 from pod.data.read.sources import load_documents
 from pod.data.rows.manifest import REPAIR, check_file, read_manifest, token_dtype
 from pod.data.tokens.tokenizers import BoundaryTokens, Encoder, tokenizer_sha256
@@ -79,7 +79,7 @@ def map_held_out(folder: Path, manifest: dict[str, Any]) -> list[np.ndarray]:
         lengths = np.load(folder / HELD_OUT_LENGTHS, allow_pickle=False)
     except (ValueError, EOFError) as error:
         raise ValueError(
-            f"{folder / HELD_OUT_LENGTHS} is not a readable .npy array ({one_line(error)}): {REPAIR}"
+            f"{folder / HELD_OUT_LENGTHS} is not a readable .npy array ({short_reason(error)}): {REPAIR}"
         ) from None
     tokens = np.memmap(folder / HELD_OUT_TOKENS, dtype=held_out["token_dtype"], mode="r")
     if len(tokens) != lengths.sum():
@@ -97,7 +97,8 @@ def source_documents(sources: Sequence[str], tokenizer: Any) -> list[np.ndarray]
     """
     boundary, encoder = BoundaryTokens.from_policy("tokenizer", tokenizer), Encoder(tokenizer)
     texts = dict.fromkeys(document.text for document in load_documents(sources))
-    before, after = (np.array(ids, dtype=np.uint32) for ids in (boundary.before, boundary.after))
+    before = np.array(boundary.before, dtype=np.uint32)
+    after = np.array(boundary.after, dtype=np.uint32)
     return [np.concatenate([before, tokens, after]) for tokens in encoder(list(texts))]
 
 

@@ -14,7 +14,7 @@ from pod.data.balance.draw import draw
 from pod.data.balance.length_intervals import bounds_of, interval_name
 from pod.data.read.books import split_fragment
 from pod.data.read.discovery import files_of, hub_spec
-from pod.data.read.records import one_line
+from pod.data.read.records import short_reason
 from pod.data.read.work_shards import WorkShard, plan_work_shards
 from pod.data.rows.length_pictures import short_bytes, short_number
 from pod.data.rows.loader import PackedDataset
@@ -155,7 +155,9 @@ def _check_nothing_is_lost(job: Job) -> None:
     try:
         manifest = read_manifest(folder)
     except ValueError as error:
-        raise ValueError(f"{folder} has rows of unknown settings ({one_line(error)}): {way_out}") from None
+        raise ValueError(
+            f"{folder} has rows of unknown settings ({short_reason(error)}): {way_out}"
+        ) from None
     if job.is_answered_by(manifest):
         return
     raise ValueError(f"{folder} has finished rows {_difference(job, manifest)}: {way_out}")
@@ -221,7 +223,7 @@ def _cost(args: DataArgs) -> list[str]:
     try:
         work_shards = plan_work_shards(args)
     except (ValueError, OSError) as error:
-        return [f"sources: unknown size ({one_line(error)})"]
+        return [f"sources: unknown size ({short_reason(error)})"]
     size = sum(work_shard.text_bytes for work_shard in work_shards)
     if not size:
         return ["sources: unknown size (hub data sets)"]

@@ -157,7 +157,8 @@ def encode(job: Job, batch: list[Document]) -> list[np.ndarray]:
     Raises:
         ValueError: such ids are not in the tokenizer's vocabulary.
     """
-    before, after = (np.array(ids, dtype=np.uint32) for ids in (job.boundary.before, job.boundary.after))
+    before = np.array(job.boundary.before, dtype=np.uint32)
+    after = np.array(job.boundary.after, dtype=np.uint32)
     encoded = iter(job.encoder([document.text for document in batch if document.tokens is None]))
     tokens = []
     for document in batch:

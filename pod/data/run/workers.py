@@ -21,7 +21,7 @@ from typing import Any
 
 Count = Callable[[int], object]
 """Called with the progress, in the caller's unit."""
-Task = Callable[..., Any]
+WorkFunction = Callable[..., Any]
 """Called as `task(count, *arguments)`; returns a small result, which is sent between processes."""
 
 AHEAD = 2
@@ -33,7 +33,7 @@ TRIM_SECONDS = 10.0
 
 If it did so more often, getting the memory again would cost a tenth of the speed.
 """
-_worker: tuple[Task, Any] | None = None
+_worker: tuple[WorkFunction, Any] | None = None
 _trimmed_at = 0.0
 
 
@@ -43,7 +43,7 @@ def cores() -> int:
 
 
 def in_order(
-    task: Task, calls: Iterable[tuple[Any, ...]], workers: int, count: Count = lambda amount: None
+    task: WorkFunction, calls: Iterable[tuple[Any, ...]], workers: int, count: Count = lambda amount: None
 ) -> Generator[Any, None, None]:
     """The results of `task(count, *arguments)` for all `calls`, in their order.
 
@@ -67,7 +67,9 @@ def in_order(
             yield from _in_processes(task, iter(calls), workers, count)
 
 
-def _in_processes(task: Task, calls: Iterator[tuple[Any, ...]], workers: int, count: Count) -> Iterator[Any]:
+def _in_processes(
+    task: WorkFunction, calls: Iterator[tuple[Any, ...]], workers: int, count: Count
+) -> Iterator[Any]:
     """`in_order` with more than one worker."""
     # Forked processes share the loaded tokenizer and start in milliseconds. Elsewhere the task must be
     # picklable.
@@ -116,7 +118,7 @@ def _without_ctrl_c() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _start_worker(task: Task, counter: Any, parent: int) -> None:
+def _start_worker(task: WorkFunction, counter: Any, parent: int) -> None:
     """Make this process a worker. It leaves Ctrl-C to its parent, which ends it."""
     global _worker
     signal.signal(signal.SIGINT, signal.SIG_IGN)

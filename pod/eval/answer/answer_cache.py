@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from tqdm import tqdm
 
+from pod.errors import one_line
 from pod.eval.answer.methods import safe_name
-from pod.eval.results import fingerprint, one_line
+from pod.eval.results import fingerprint
 from pod.files import write_json
 from pod.measure.machine import environment
 from pod.verbosity import is_quiet
@@ -31,7 +32,9 @@ if TYPE_CHECKING:
     from pod.eval.answer.ranks import Ranks
 
 T = TypeVar("T")
-Record = dict[str, Any]
+JsonObject = dict[str, Any]
+"""What is stored as an object of JSON: an answer's record, a sample, a payload."""
+IDENTITY_FILE = "shelf.json"  # caches were called shelves when the first of these files were written
 
 
 class AnswerError(RuntimeError):
@@ -48,8 +51,8 @@ class Unanswered(RuntimeError):
 class Answer(NamedTuple):
     """The record of an answer, the machine that computed it, and how long that took (seconds)."""
 
-    record: Record
-    environment: Record
+    record: JsonObject
+    environment: JsonObject
     seconds: float
 
 
@@ -87,7 +90,7 @@ class AnswerFolder:
         self.folder, self.ranks, self.reuse, self.is_open = folder, ranks, reuse, True
         self._answer_cache: AnswerCache | None = None
 
-    def answers_of(self, method: str, identity: Record, reuse: bool | None = None) -> "AnswerCache":
+    def answers_of(self, method: str, identity: JsonObject, reuse: bool | None = None) -> "AnswerCache":
         """The answer cache of a method.
 
         Args:
@@ -119,12 +122,12 @@ class AnswerCache:
         label: what is being asked, for the progress bar.
     """
 
-    def __init__(self, name: str, method: str, identity: Record, store: AnswerFolder, reuse: bool = True):
+    def __init__(self, name: str, method: str, identity: JsonObject, store: AnswerFolder, reuse: bool = True):
         self.name, self.method, self.identity, self.ranks = name, method, identity, store.ranks
         self.folder = None if store.folder is None else store.folder / name
         self.label, self._store, self._reuse = method, store, reuse and self.folder is not None
         self._known: dict[str, Answer] | None = None
-        self._environment: Record = {}
+        self._environment: JsonObject = {}
         self._asked: set[str] = set()
 
     @contextlib.contextmanager
@@ -146,8 +149,8 @@ class AnswerCache:
         items: Sequence[T],
         key: Callable[[T], str],
         batches: Callable[[list[T]], Iterable[list[T]]],
-        compute: Callable[[list[T]], list[Record]],
-    ) -> list[Record]:
+        compute: Callable[[list[T]], list[JsonObject]],
+    ) -> list[JsonObject]:
         """A record per item, in the order of `items`, the same on every rank.
 
         Records that this answer cache holds are not computed again.
@@ -175,7 +178,7 @@ class AnswerCache:
 
     def _answer(self, left: list[list[T]], key: Any, compute: Any) -> None:
         """Compute the batches `left` on all ranks, and let every rank know all answers."""
-        mine: list[Record] = []
+        mine: list[JsonObject] = []
         failure: Exception | None = None
         try:
             mine = self._compute(self.ranks.share(left), key, compute)
@@ -183,7 +186,7 @@ class AnswerCache:
             if self.ranks.world_size == 1:
                 raise
             failure = error
-        outcomes = self.ranks.gather((mine, None if failure is None else one_line(failure)))
+        outcomes = self.ranks.gather((mine, None if failure is None else one_line(failure, with_class=True)))
         for lines, _ in outcomes:
             self._take(lines)
         failed = [f"rank {rank}: {line}" for rank, (_, line) in enumerate(outcomes) if line is not None]
@@ -191,12 +194,12 @@ class AnswerCache:
             self._known = None  # ranks that failed have lines that the others do not know
             raise AnswerError("; ".join(failed)) from failure
 
-    def _compute(self, batches: list[list[T]], key: Any, compute: Any) -> list[Record]:
+    def _compute(self, batches: list[list[T]], key: Any, compute: Any) -> list[JsonObject]:
         """Answer batches and write each as a line.
 
         Returns: the lines.
         """
-        found: list[Record] = []
+        found: list[JsonObject] = []
         if not batches:
             return found
         total, silent = sum(map(len, batches)), not self.ranks.is_first
@@ -206,7 +209,7 @@ class AnswerCache:
         ):
             for batch in batches:
                 began, names = time.perf_counter(), [key(item) for item in batch]
-                line: Record = {"answers": dict(zip(names, compute(batch), strict=True))}
+                line: JsonObject = {"answers": dict(zip(names, compute(batch), strict=True))}
                 line["seconds"] = round(time.perf_counter() - began, 3)
                 # read back from JSON, so that it equals what a later run reads (lists for tuples, keys that
                 # are text)
@@ -217,18 +220,19 @@ class AnswerCache:
         return found
 
     @contextlib.contextmanager
-    def _file(self) -> Iterator[Callable[[Record], str]]:
+    def _file(self) -> Iterator[Callable[[JsonObject], str]]:
         """A function that appends whole lines to this rank's file. The first line of a run is its machine."""
         if self.folder is None:
             yield json.dumps
             return
         self.folder.mkdir(parents=True, exist_ok=True)
-        if self.ranks.is_first and not (self.folder / "shelf.json").is_file():
-            write_json(self.folder / "shelf.json", {"method": self.method, **self.identity})
+        said_by = self.folder / IDENTITY_FILE
+        if self.ranks.is_first and not said_by.is_file():
+            write_json(said_by, {"method": self.method, **self.identity})
         file = self.folder / f"{self.ranks.rank}.jsonl"
         descriptor = os.open(file, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
 
-        def write(line: Record) -> str:
+        def write(line: JsonObject) -> str:
             text = json.dumps(line)
             _write_all(descriptor, (text + "\n").encode())
             return text
@@ -252,12 +256,12 @@ class AnswerCache:
             self._take(self.ranks.from_first(self._read() if self.ranks.is_first and self._reuse else []))
         return self._known
 
-    def _read(self) -> list[Record]:
+    def _read(self) -> list[JsonObject]:
         """The undamaged lines of all files, whatever number of ranks wrote them.
 
         They are sorted by the time at which their run began, so that later answers override earlier ones.
         """
-        runs: list[list[Record]] = []
+        runs: list[list[JsonObject]] = []
         for file in sorted(self.folder.glob("*.jsonl")) if self.folder is not None else ():
             with open(file, encoding="utf-8", errors="replace") as texts:
                 for line in filter(None, map(_read, texts)):
@@ -267,7 +271,7 @@ class AnswerCache:
         runs.sort(key=lambda run: run[0].get("environment", {}).get("date", ""))
         return [line for run in runs for line in run]
 
-    def _take(self, lines: list[Record]) -> None:
+    def _take(self, lines: list[JsonObject]) -> None:
         assert self._known is not None
         for line in lines:
             self._environment = line.get("environment", self._environment)
@@ -275,7 +279,7 @@ class AnswerCache:
             for name, record in answers.items():
                 self._known[name] = Answer(record, self._environment, line["seconds"] / len(answers))
 
-    def account(self) -> Record:
+    def account(self) -> JsonObject:
         """What a result says of the answers that were asked for inside `asked_by`.
 
         Returns: `environment`, the machine and time of the latest answer; `seconds` that all took; and where
@@ -326,7 +330,7 @@ def _write_all(descriptor: int, data: bytes) -> None:
     os.fsync(descriptor)
 
 
-def _read(text: str) -> Record | None:
+def _read(text: str) -> JsonObject | None:
     """A line of a file.
 
     Returns: None for a line that a kill tore or the machine damaged. Its samples are answered again.

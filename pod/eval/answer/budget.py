@@ -29,7 +29,7 @@ def length_class(length: int) -> int:
 
 
 @dataclass(frozen=True, order=True)
-class Span:
+class CacheSpan:
     """The size of a cache that will be used.
 
     Attributes:
@@ -69,7 +69,7 @@ class ByteBudgets:
         self.prepare([length])
         return None if self._measure is None else sum(self._known[length].values())
 
-    def tokens(self, method: EvaluatedMethod, span: Span) -> int:
+    def tokens(self, method: EvaluatedMethod, span: CacheSpan) -> int:
         """Budget of a method (tokens per KV head and layer) that fills PoD's bytes.
 
         The bytes are compared when the sequence has reached the span's length. A method that keeps every
@@ -135,14 +135,14 @@ class MethodRunner:
         """Its model, loaded when first needed."""
         return self._load()
 
-    def budget(self, span: Span) -> int | None:
+    def budget(self, span: CacheSpan) -> int | None:
         """Tokens per KV head and layer; None for a method that takes no budget."""
         if self.method.fills_pod_bytes:
             return self.budgets.tokens(self.method, span)
         budget = self.method.budget
         return None if budget is None else budget.of_prompt(span.length - span.fed)
 
-    def cache_budget(self, span: Span) -> int | str | None:
+    def cache_budget(self, span: CacheSpan) -> int | str | None:
         """The argument `budget` of `pod.make_cache` for a cache of this size.
 
         Returns: a number of tokens; or a share as the recipe writes it (`25%`), which each row takes of its
@@ -154,7 +154,7 @@ class MethodRunner:
         budget = self.budget(span)
         return NO_LIMIT if budget is not None and budget >= span.length else budget
 
-    def cache(self, *spans: Span) -> Any:
+    def cache(self, *spans: CacheSpan) -> Any:
         """A new cache. With several spans it is for a batch whose rows have these spans.
 
         Without a span the cache gets no budget.
@@ -166,7 +166,7 @@ class MethodRunner:
             return self._new_cache(budgets[0])
         return self._new_cache(budgets)
 
-    def trial(self, span: Span) -> Any:
+    def trial(self, span: CacheSpan) -> Any:
         """A cache to check a budget with, before any measuring. A share of the prompt is turned into tokens.
 
         Raises:
@@ -180,7 +180,7 @@ class MethodRunner:
     def _new_cache(self, budget: Any) -> Any:
         return pod.make_cache(self.model, self.method.spec, budget=budget, **self.options)
 
-    def stated(self, span: Span, held: Sequence[int]) -> dict[str, Any]:
+    def stated(self, span: CacheSpan, held: Sequence[int]) -> dict[str, Any]:
         """What a result says about the bytes per sequence of caches that were used."""
         return self.budgets.stated(span.length, self.budget(span), held)
 

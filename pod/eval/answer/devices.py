@@ -4,6 +4,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from pod.units import GIB
+
 if TYPE_CHECKING:
     import torch
 
@@ -14,7 +16,6 @@ SPREADS = ("balanced", "sequential")
 
 They say how to spread a model's layers over all devices of this rank.
 """
-_GIB = 2**30
 
 
 def rank_devices(asked: str, setting: str = "eval.device") -> "list[torch.device]":
@@ -148,8 +149,8 @@ def layout_lines(
     from pod.modeling.placement import ROOM, heads_that_cross, parts_of
 
     weights = parts_of(config, bytes_per_number).sizes
-    limits = {torch.device("cuda", number): gpus.gib * _GIB * (1 - ROOM) for number in range(gpus.count)}
-    head = f"{title}: {sum(weights) / _GIB:.1f} GiB of weights"
+    limits = {torch.device("cuda", number): gpus.gib * GIB * (1 - ROOM) for number in range(gpus.count)}
+    head = f"{title}: {sum(weights) / GIB:.1f} GiB of weights"
     try:
         places = places_for(config, bytes_per_number, asked, limits, load)
     except ValueError:
@@ -162,8 +163,8 @@ def layout_lines(
     for number in dict.fromkeys(numbers):
         own = [part for part, device in enumerate(numbers) if device == number]
         layers = [part - 1 for part in own if 0 < part < len(numbers) - 1]
-        held = sum(weights[part] for part in own) / _GIB
-        each = sum(row[part] for part in own) / _GIB
+        held = sum(weights[part] for part in own) / GIB
+        each = sum(row[part] for part in own) / GIB
         most.append(int((gpus.gib * (1 - ROOM) - held) / each) if each else load.rows)
         name = f"layers {layers[0]}-{layers[-1]}" if layers else "no layer"
         line = f"  cuda:{number}  {name:<14} {held:6.1f} GiB of weights {load.rows * each:7.1f} GiB of cache"
@@ -189,7 +190,9 @@ def cache_bytes(config: "PodConfig", tokens: int, bytes_per_number: int) -> list
         roles = roles_of(plan.lead, layer)
         window = min(tokens, sum(w or 0 for w in config.windows_of(layer)))
         bits = plan.bits[layer] if plan.bits else 16
-        key, value = (native * one / 16 for one in bits_per_number(bits, config.head_dim))
+        key_bits, value_bits = bits_per_number(bits, config.head_dim)
+        key = native * key_bits / 16
+        value = native * value_bits / 16
         followers = 0 if config.layout == "cla" else len(roles.followers)
         whole = len(roles.leads) * (key + value) + followers * value
         near = (followers + 2 * len(roles.windows)) * native

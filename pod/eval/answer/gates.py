@@ -49,8 +49,10 @@ def skipped(layers: list[Any], row: int, end: int) -> Counts:
     tokens = [n for n, _, _ in noted[0].skips[row] if window < n <= end]
     found = []
     for layer in layers:
-        size, sizes = layer.groups, (layer.roles.leads, layer.roles.followers, layer.roles.windows)
-        leads, followers, windows = map(len, sizes)
+        size = layer.groups
+        leads = len(layer.roles.leads)
+        followers = len(layer.roles.followers)
+        windows = len(layer.roles.windows)
         done = [one for one in layer.skips[row] if window < one[0] <= end] if layer.skips else []
         of_tokens = (
             (leads, 2 * sum(tokens)),
@@ -65,7 +67,7 @@ def skipped(layers: list[Any], row: int, end: int) -> Counts:
                 "groups_skipped": sum(groups for _, _, groups in done),
                 "exact": size * sum(number * each for number, each in of_tokens),
                 "saved": sum(heads * (length - window) for length, heads, _ in done),
-                "dense": size * sum(map(len, sizes)) * 2 * sum(tokens),
+                "dense": size * (leads + followers + windows) * 2 * sum(tokens),
             }
         )
     return {name: [counts[name] for counts in found] for name in found[0]}

@@ -201,7 +201,7 @@ def check_names(kind: str, names: object, find: Callable[[str], object]) -> None
         raise ValueError(f"eval.{kind}s names one {kind} twice: {', '.join(names)}")
 
 
-def with_requests(method: EvaluatedMethod, options: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
+def with_repeat_ids(method: EvaluatedMethod, options: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
     """The options of a method, to which `repeat_ids` is added for kvzip unless it is among them.
 
     These are KVzip's requests to repeat a text, as token ids of this tokenizer.

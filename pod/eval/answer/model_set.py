@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pod
+from pod.errors import one_line
 from pod.eval.answer.answer_cache import AnswerCache, key_of
 from pod.eval.answer.budget import bytes_per_token
 from pod.eval.answer.devices import Load, check_available, places_for, rank_devices, room_on, spread_of
 from pod.eval.answer.methods import EvaluatedMethod, find_method
-from pod.eval.results import one_line
 from pod.identity import content_of, plan_of
 from pod.models import read_config, resolve_model, ways_without_network
 
@@ -48,11 +48,13 @@ def _check_there(path: str) -> None:
             get_hf_file_metadata(hf_hub_url(path, "config.json"), timeout=10)
     except Exception as error:
         ways = ways_without_network(path, str(error))
-        raise ValueError(f"cannot load a model from {path}: {one_line(error)}{ways}") from error
+        raise ValueError(
+            f"cannot load a model from {path}: {one_line(error, with_class=True)}{ways}"
+        ) from error
 
 
 @dataclass(frozen=True)
-class Source:
+class ModelSource:
     """What a model is loaded from.
 
     Attributes:
@@ -94,9 +96,9 @@ class Models:
         chosen = [find_method(name) for name in recipe.eval.methods]
         self.kinds = sorted({method.model for method in chosen})
         self.sources = {
-            "dense": Source(windows=windows),
-            "unadapted": Source(plan=self.plan, windows=windows),
-            "adapted": Source(str(self.export)),
+            "dense": ModelSource(windows=windows),
+            "unadapted": ModelSource(plan=self.plan, windows=windows),
+            "adapted": ModelSource(str(self.export)),
         }
         self.sources |= {kind: self._own(kind) for kind in self.kinds if kind not in self.sources}
         self._check_available()
@@ -121,7 +123,7 @@ class Models:
         found = self.recipe.model.windows(pod.SharingPlan.load(plan) if plan and plan.is_file() else None)
         return found["num_sink_tokens"], found["num_recent_tokens"]
 
-    def _own(self, kind: str) -> Source:
+    def _own(self, kind: str) -> ModelSource:
         """An entry of `eval.models`.
 
         It is the folder of an export, or a plan.json for the dense weights, with windows as `…@16+240`.
@@ -140,12 +142,12 @@ class Models:
         place, sinks, recent = parts.groups()
         given = None if recent is None else (int(sinks), int(recent))
         if place.endswith(".json"):
-            return Source(plan=Path(place), windows=given or self._windows(Path(place)))
+            return ModelSource(plan=Path(place), windows=given or self._windows(Path(place)))
         if not (Path(place) / "config.json").is_file():
             raise ValueError(
                 f"eval.models.{kind} = {own[kind]} has no model: write one there with `pod export`"
             )
-        return Source(place, windows=given)
+        return ModelSource(place, windows=given)
 
     def _check_available(self) -> None:
         if "adapted" in self.kinds and not (self.export / "config.json").is_file():
@@ -175,7 +177,7 @@ class Models:
             self._loaded[kind] = self._load(self.sources[kind])
         return self._loaded[kind]
 
-    def _load(self, source: Source) -> Any:
+    def _load(self, source: ModelSource) -> Any:
         args = self.recipe.model
         check_available(self.devices)
         sinks, recent = source.windows or (None, None)
@@ -192,7 +194,7 @@ class Models:
             where = {"device_map": places_for(self._target(source), size, asked, room, self.load)}
         return pod.load_model(path, source.plan, **where, **options, **windows, **file).eval()
 
-    def _target(self, source: Source) -> Any:
+    def _target(self, source: ModelSource) -> Any:
         """The configuration that a model will have once it is loaded, with its plan and windows."""
         from pod.modeling.loading import target_config
 
@@ -207,7 +209,7 @@ class Models:
         """The configuration that a kind of model will have, without loading it."""
         return self._target(self.sources[kind])
 
-    def _place(self, source: Source) -> tuple[str, dict[str, Any]]:
+    def _place(self, source: ModelSource) -> tuple[str, dict[str, Any]]:
         """Where a model's weights lie.
 
         Returns: their folder (or hub id); and further arguments of the loader: `gguf_file`, the name of a

@@ -104,7 +104,8 @@ def _take(cache: Any, seen: Seen, rows: list[int]) -> Seen:
         return seen
     index = torch.tensor(rows, device=seen.mask.device)
     cache.batch_select_indices(index)
-    last, hidden = (None if one is None else one[index] for one in (seen.last, seen.hidden))
+    last = None if seen.last is None else seen.last[index]
+    hidden = None if seen.hidden is None else seen.hidden[index]
     return Seen(seen.mask[index], last, hidden)
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pod.eval.answer.answer_cache import in_batches
-from pod.eval.answer.budget import Span
+from pod.eval.answer.budget import CacheSpan
 from pod.eval.lm.requests import Encoded, span_of
 
 
@@ -27,7 +27,7 @@ class ScoredContext:
     owners: tuple[int, ...]
 
     @property
-    def span(self) -> Span:
+    def span(self) -> CacheSpan:
         """The size of the cache that it needs."""
         return span_of(len(self.context), max(len(ids) for ids in self.continuations))
 
@@ -113,7 +113,7 @@ def forward_batches(
     return [[unit for row in chunk for unit in row] for chunk in chunks]
 
 
-def spans_of(encoded: Sequence[Encoded]) -> set[Span]:
+def spans_of(encoded: Sequence[Encoded]) -> set[CacheSpan]:
     """The sizes of all caches that a model class needs for these requests, none of which may be skipped."""
     generated = {item.span for item in encoded if item.kind == "generate_until"}
     scored = units_of([item for item in encoded if item.kind != "generate_until"])

@@ -6,7 +6,7 @@ import re
 import sys
 from collections.abc import Sequence
 
-from pod.eval.results import one_line
+from pod.errors import one_line
 from pod.notation import split, swap_commas
 from pod.recipe import rank
 
@@ -38,7 +38,7 @@ def main(argv: Sequence[str]) -> None:
     except ValueError as error:
         if os.environ.get("POD_TRACEBACK") == "1":
             raise
-        print(f"error: {one_line(error)}", file=sys.stderr)
+        print(f"error: {one_line(error, with_class=True)}", file=sys.stderr)
         sys.exit(2)
     finally:
         sys.stdout = sys.__stdout__

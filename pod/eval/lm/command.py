@@ -16,7 +16,7 @@ from lm_eval.api.registry import register_model
 import pod
 from pod.eval.answer.answer_cache import AnswerFolder
 from pod.eval.answer.budget import ByteBudgets, MethodRunner, measure_bytes, native_bytes_per_token
-from pod.eval.answer.methods import EvaluatedMethod, find_method, with_requests
+from pod.eval.answer.methods import EvaluatedMethod, find_method, with_repeat_ids
 from pod.eval.answer.ranks import Ranks
 from pod.eval.lm.model import PodLM
 from pod.eval.lm.requests import RequestEncoder
@@ -144,7 +144,7 @@ class CommandLM(PodLM):
         )
         tokenizer = _tokenizer(pretrained, gguf_file, variables, ranks)
         found = method_of(model, method)
-        options = with_requests(found, found.options, tokenizer)
+        options = with_repeat_ids(found, found.options, tokenizer)
         windows = {"num_sink_tokens": num_sink_tokens, "num_recent_tokens": num_recent_tokens}
         runner = make_runner(model, found, _reference(model, plan, found, windows), options)
         length = int(max_length or model.config.max_position_embeddings)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pod.eval.results import one_line
+from pod.errors import one_line
 from pod.eval.speed.args import NAME as SPEED_RUN
 from pod.eval.suites import task_base, task_data
 from pod.eval.suites.configs import find_config, known_to_lm_eval, suite_configs
@@ -212,7 +212,7 @@ def in_one_line(what: str) -> Iterator[None]:
     except ValueError:
         raise
     except Exception as error:
-        raise ValueError(f"{what}: {one_line(error)}") from error
+        raise ValueError(f"{what}: {one_line(error, with_class=True)}") from error
 
 
 @contextlib.contextmanager

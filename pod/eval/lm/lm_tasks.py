@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from pydantic import NonNegativeInt, PositiveInt
 
 from pod.eval.answer.answer_cache import AnswerCache
-from pod.eval.answer.budget import ByteBudgets, MethodRunner, Span
+from pod.eval.answer.budget import ByteBudgets, CacheSpan, MethodRunner
 from pod.eval.answer.methods import EvaluatedMethod
 from pod.eval.lm import index as lm_index
 from pod.eval.lm.payload import Leaf, group_payload, leaf_payload, primary_metric, token_counts
@@ -162,7 +162,7 @@ class LmTask(Task):
         leaf.tokens = token_counts(answered, self.args.batch_size)
         leaf.task._instances = None  # prompts may have 100,000 tokens: keep those of one leaf at a time
 
-    def spans(self) -> list[Span]:
+    def spans(self) -> list[CacheSpan]:
         return sorted({span for leaf in self.leaves.values() for span in leaf.spans})
 
     def longest(self) -> int:

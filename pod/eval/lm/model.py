@@ -15,7 +15,7 @@ from lm_eval.api.model import LM, TemplateLM
 from lm_eval.models.huggingface import HFLM
 
 from pod.eval.answer.answer_cache import AnswerCache, AnswerFolder, key_of
-from pod.eval.answer.budget import MethodRunner, Span
+from pod.eval.answer.budget import CacheSpan, MethodRunner
 from pod.eval.answer.generate import generate
 from pod.eval.answer.ranks import Ranks
 from pod.eval.answer.score import score
@@ -175,7 +175,7 @@ class PodLM(LM):
             batches = functools.partial(unit_batches, batch_size=self.batch_size)
             self.runner.budgets.prepare({unit.span.length for unit in units})
         found = self._answer_cache.answers(units, self._unit_key, batches, compute)
-        held: list[list[tuple[Span, dict[str, Any]]]] = [[] for _ in encoded]
+        held: list[list[tuple[CacheSpan, dict[str, Any]]]] = [[] for _ in encoded]
         for unit, record in zip(units, found, strict=True):
             for number, (total, greedy) in zip(unit.owners, record["answers"], strict=True):
                 totals[number] = (totals[number][0] + total, totals[number][1] and greedy)
@@ -194,7 +194,7 @@ class PodLM(LM):
             return key_of("forward", unit.context, unit.continuations)
         return key_of("decode", unit.context, unit.continuations, self.runner.cache_budget(unit.span))
 
-    def _keep(self, item: Encoded, answers: list[tuple[Span, dict[str, Any]]]) -> None:
+    def _keep(self, item: Encoded, answers: list[tuple[CacheSpan, dict[str, Any]]]) -> None:
         """Keep the record of a request in `records`.
 
         A text that is scored in blocks has a cache of another size for each block; the largest counts.

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from pod.eval.answer.budget import ByteBudgets, Span
+from pod.eval.answer.budget import ByteBudgets, CacheSpan
 from pod.eval.lm.index import Loaded, Rule
 from pod.eval.suites.task_base import scored_payload
 
@@ -44,7 +44,7 @@ class Leaf:
     rule: Rule
     metric: tuple[str, str | None]
     kind: str
-    spans: set[Span] = field(default_factory=set)
+    spans: set[CacheSpan] = field(default_factory=set)
     lengths: dict[int, int] = field(default_factory=dict)
     longest: int = 0
     question: str | None = None

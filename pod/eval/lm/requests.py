@@ -14,7 +14,7 @@ from typing import Any
 
 from jinja2.exceptions import TemplateError
 
-from pod.eval.answer.budget import Span, length_class
+from pod.eval.answer.budget import CacheSpan, length_class
 from pod.eval.answer.reading import tokens_from
 from pod.eval.lm.index import Rule, own_rule
 from pod.eval.lm.lm_prompts import Unanswerable, shorten
@@ -81,7 +81,7 @@ class Encoded:
         return prompt_hash(tokens)
 
     @property
-    def span(self) -> Span:
+    def span(self) -> CacheSpan:
         """The size of the cache for a generation."""
         return span_of(len(self.context), 0, self.new_tokens)
 
@@ -104,7 +104,7 @@ class Encoded:
         return found
 
 
-def span_of(context: int, continuation: int, new_tokens: int = 0) -> Span:
+def span_of(context: int, continuation: int, new_tokens: int = 0) -> CacheSpan:
     """The size of the cache for a context and its longest continuation or its new tokens (all in tokens).
 
     The request alone decides it, so that its budget does not depend on the other requests in its batch. The
@@ -114,10 +114,10 @@ def span_of(context: int, continuation: int, new_tokens: int = 0) -> Span:
     never feeds its last token.
     """
     if continuation:  # there are many lengths; they are rounded up, so that few sizes exist
-        return Span(length_class(context + continuation - 1), 1 << (continuation - 1).bit_length())
+        return CacheSpan(length_class(context + continuation - 1), 1 << (continuation - 1).bit_length())
     # new_tokens is the same for a whole task, so it is not rounded up: that would take bytes from the prompt
     # in methods that keep every new token
-    return Span(length_class(context + new_tokens - 1), new_tokens - 1)
+    return CacheSpan(length_class(context + new_tokens - 1), new_tokens - 1)
 
 
 def request_keys(requests: Iterable[Any]) -> list[str]:

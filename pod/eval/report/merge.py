@@ -13,7 +13,7 @@ from typing import Any
 
 from pod.eval.answer.methods import BASE, EVALUATED_METHODS, TRAINED
 from pod.eval.report.names import categories_of, plain, suite_of
-from pod.eval.report.samples import Samples
+from pod.eval.report.samples import SampleColumns
 from pod.eval.results import SCHEMA_VERSION, result_files
 from pod.eval.speed.args import NAME as SPEED_RUN
 from pod.eval.statistics.comparison import Against, Payload, compare, judged
@@ -21,14 +21,14 @@ from pod.eval.suites.task_base import scored_payload
 from pod.notation import cut_budget
 
 _DENSE = ("dense", "unadapted")
-Part = str | int | None
+TaskPart = str | int | None
 """A subtask by name, a position bucket by number, or the whole task."""
 Tasks = tuple[Any, ...]
 """Names of tasks whose mean is taken. A tuple among them counts as one task, by its own mean.
 
 So the mean of a suite's categories is a tuple of tuples.
 """
-Question = tuple[int, Tasks, Part]
+ShownComparison = tuple[int, Tasks, TaskPart]
 """A comparison that a page shows: id of the row, tasks, part."""
 
 
@@ -111,7 +111,7 @@ class Comparison:
     runs: list[ReportedRun]
     entries: list[Entry]
     tasks: list[str]
-    _judged: dict[Question, Against | None] = field(default_factory=dict)
+    _judged: dict[ShownComparison, Against | None] = field(default_factory=dict)
 
     def measured(self, task: str) -> list[Entry]:
         """The rows that have this task."""
@@ -137,7 +137,7 @@ class Comparison:
             return same_model[0]
         return bases[0] if len(bases) == 1 else None
 
-    def against(self, entry: Entry, tasks: Tasks, part: Part = None) -> Against | None:
+    def against(self, entry: Entry, tasks: Tasks, part: TaskPart = None) -> Against | None:
         """Compare a row with its base on a task, on a part of it, or on the mean of several.
 
         The p values are adjusted over all comparisons of the overview together, and over all comparisons of
@@ -151,11 +151,11 @@ class Comparison:
         key = (id(entry), tasks, part)
         return self._judged[key] if key in self._judged else self._against(entry, tasks, part)
 
-    def _overview(self) -> Iterator[tuple[Entry, Tasks, Part]]:
+    def _overview(self) -> Iterator[tuple[Entry, Tasks, TaskPart]]:
         """The comparisons of the overview: every row on every task. The tasks of a suite count as one."""
         return ((entry, tasks, None) for entry in self.entries for tasks in self.columns().values())
 
-    def _details(self) -> Iterator[tuple[Entry, Tasks, Part]]:
+    def _details(self) -> Iterator[tuple[Entry, Tasks, TaskPart]]:
         """The other comparisons: tasks and categories of suites, subtasks of groups, position buckets."""
         for groups in filter(None, map(categories_of, self.columns().values())):
             members = tuple(found for found, _ in groups.values())
@@ -183,7 +183,7 @@ class Comparison:
         }
         return {several.get(name, tasks[0]): tuple(tasks) for name, tasks in found.items()}
 
-    def _against(self, entry: Entry, tasks: Tasks, part: Part) -> Against | None:
+    def _against(self, entry: Entry, tasks: Tasks, part: TaskPart) -> Against | None:
         first = tasks[0]
         while isinstance(first, tuple):
             first = first[0]
@@ -194,7 +194,7 @@ class Comparison:
         return None if own is None or other is None else compare(own, other, base.label)
 
 
-def payload_of(entry: Entry, tasks: Tasks, part: Part = None) -> Payload | None:
+def payload_of(entry: Entry, tasks: Tasks, part: TaskPart = None) -> Payload | None:
     """The payload of a row on a task, on a part of it, or on the mean of several; None if it has none.
 
     Args:
@@ -258,7 +258,7 @@ def read_run(folder: str | os.PathLike, shared: dict[Any, Any] | None = None) ->
     Files of another dense model than the newest file's are left out.
 
     Args:
-        shared: columns of samples of other runs, by content (see `Samples`).
+        shared: columns of samples of other runs, by content (see `SampleColumns`).
     Raises:
         ValueError: when the folder holds no results.
     """
@@ -273,7 +273,7 @@ def read_run(folder: str | os.PathLike, shared: dict[Any, Any] | None = None) ->
         is_current = content.get("schema") == SCHEMA_VERSION
         if is_current:
             for part in tasks_of(content).values():
-                part["samples"] = Samples(part["samples"], shared)
+                part["samples"] = SampleColumns(part["samples"], shared)
         if is_current and content["method"] != SPEED_RUN:
             results[content["method"]] = content
         else:  # another schema; or a file of speeds, which older versions wrote

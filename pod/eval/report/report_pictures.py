@@ -196,7 +196,10 @@ def curve(curves: dict[str, dict[str, Any]]) -> str:
     first = next(iter(curves.values()))
     for number, (label, line) in enumerate(curves.items()):
         unknown = [None] * len(line["x"])
-        xs, ys, low, high = (np.array(line.get(k) or unknown, dtype=float) for k in ("x", "y", "low", "high"))
+        xs = np.array(line["x"], dtype=float)
+        ys = np.array(line["y"], dtype=float)
+        low = np.array(line.get("low") or unknown, dtype=float)
+        high = np.array(line.get("high") or unknown, dtype=float)
         kept = ~np.isnan(ys)
         marker: Any = _MARKERS[number % len(_MARKERS)] if kept.sum() < 30 else None
         axes.plot(xs[kept], ys[kept], linewidth=1.6, label=label, color=color(label), marker=marker)

@@ -13,7 +13,7 @@ from pod.eval.answer.methods import BASE
 from pod.eval.report.merge import (
     Comparison,
     Entry,
-    Part,
+    TaskPart,
     Tasks,
     byte_share,
     held_rows,
@@ -24,7 +24,7 @@ from pod.eval.report.page import NONE, Cell, Table, cell, is_share, shade
 from pod.eval.statistics.comparison import Against, Payload
 
 MOST_COLUMNS = 12
-_Row = tuple[str, str, Tasks, Part]  # its name, small text, and the tasks and part that it asks for
+_Row = tuple[str, str, Tasks, TaskPart]  # its name, small text, and the tasks and part that it asks for
 
 
 # -- numbers as text -----------------------------------------------------------------------------------------
@@ -116,7 +116,7 @@ def change_cell(against: Against | None) -> Cell:
     return Cell(text, "\n".join(filter(None, [to, interval, p])), against.delta, against.mark)
 
 
-def result_cell(comparison: Comparison, entry: Entry, tasks: Tasks, part: Part = None) -> Cell:
+def result_cell(comparison: Comparison, entry: Entry, tasks: Tasks, part: TaskPart = None) -> Cell:
     """A row's value on a task, on a part of it or on the mean of several, with its change under it.
 
     Where there is no value, the cell says why.
@@ -304,7 +304,8 @@ def heat_maps(comparison: Comparison, task: str) -> list[Table]:
     """A heat map of depth × length for every method whose payload has `cells`."""
     maps = {e.label: cells for e in comparison.measured(task) if (cells := e.parts[task].get("cells"))}
     everywhere = [found for cells in maps.values() for found in cells]
-    lengths, depths = (sorted({found[key] for found in everywhere}) for key in ("length", "depth"))
+    lengths = sorted({found["length"] for found in everywhere})
+    depths = sorted({found["depth"] for found in everywhere})
     heads = ["depth", *[f"{n:,}" if n < 10_000 else f"{n / 1024:.4g}K" for n in lengths]]
     tables = []
     for label, cells in maps.items():

@@ -11,7 +11,7 @@ READ = ("id", "score", "tokens", "prompt_hash", "subtask", "cluster", "buckets")
 """The keys of a sample that comparisons and tables read. Answers and targets stay in the file."""
 
 
-class Samples(Sequence[dict[str, Any]]):
+class SampleColumns(Sequence[dict[str, Any]]):
     """Samples that are made when they are read. Each has the keys in `READ` that its row had.
 
     Args:

@@ -9,8 +9,9 @@ from pod.eval.report.merge import ReportedRun
 from pod.eval.report.notes import sentences
 from pod.eval.report.page import Block, Cell, Table, bar, cell, listed
 from pod.eval.report.report_tables import median, plain_table
+from pod.units import GIB
 
-Parts = dict[str, dict[str, Any]]
+SpeedParts = dict[str, dict[str, Any]]
 """By method, the part `efficiency` of its result file. All are from one run."""
 
 
@@ -35,14 +36,14 @@ def speed_blocks(runs: list[ReportedRun]) -> list[Block]:
     return blocks
 
 
-def _by_length(parts: Parts) -> list[list[tuple[str, dict[str, Any]]]]:
+def _by_length(parts: SpeedParts) -> list[list[tuple[str, dict[str, Any]]]]:
     """For every length, the methods measured at it with their rows."""
     rows = [(name, row) for name, part in parts.items() for row in part["lengths"]]
     lengths = dict.fromkeys(row["length"] for _, row in rows)
     return [[(name, row) for name, row in rows if row["length"] == length] for length in lengths]
 
 
-def speed_table(parts: Parts, title: str = "") -> Table:
+def speed_table(parts: SpeedParts, title: str = "") -> Table:
     """Speed and bytes per length and method, with bars within a length.
 
     Columns are the decode speed with its spread, the time to the first token, and bytes with their parts.
@@ -77,7 +78,7 @@ def speed_table(parts: Parts, title: str = "") -> Table:
     return Table([*heads, *[f"{part}, MB" for part in named]], rows, title, "cards")
 
 
-def decoding_table(parts: Parts, name: str) -> Table:
+def decoding_table(parts: SpeedParts, name: str) -> Table:
     """Speed of decoding after longer prompts; empty if it was not measured.
 
     No prompt was read for it: the caches hold random tokens.
@@ -92,7 +93,7 @@ def decoding_table(parts: Parts, name: str) -> Table:
     return plain_table(rows, heads, f"Decoding after longer prompts{name}")
 
 
-def memory_tables(parts: Parts, name: str) -> list[Block]:
+def memory_tables(parts: SpeedParts, name: str) -> list[Block]:
     """Peak memory of reading the prompt and of decoding, and its parts; empty if it was not measured."""
     heads = {"method": "method", "length": "prompt tokens", "weights": "weights MB", "phase": "phase"}
     heads |= {part: f"{part} MB" for part in ("peak", "activations")} | {"kv": "KV MB"}
@@ -111,7 +112,7 @@ def memory_tables(parts: Parts, name: str) -> list[Block]:
     return [plain_table(rows, heads, f"Peak memory{name}"), *listed(notes)]
 
 
-def batch_table(parts: Parts, name: str) -> Table:
+def batch_table(parts: SpeedParts, name: str) -> Table:
     """The largest batch and the longest prompt of every method; empty if they were not measured.
 
     There is a row for each method and pair (prompt tokens, generated tokens).
@@ -122,7 +123,7 @@ def batch_table(parts: Parts, name: str) -> Table:
     rows = []
     for method, part in parts.items():
         for own in part["max_batch"]:
-            limit = "the GPU" if own.get("limit_bytes") is None else f"{own['limit_bytes'] / 2**30:.3g} GiB"
+            limit = "the GPU" if own.get("limit_bytes") is None else f"{own['limit_bytes'] / GIB:.3g} GiB"
             asked = f"{own['prompt']:,} + {own['generated']:,}"
             row = {"method": method, "asked": asked, "limit": limit}
             rows.append({key: median(own.get(key)) for key in heads} | row)

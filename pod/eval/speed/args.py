@@ -7,6 +7,7 @@ from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
 from pod.eval.answer.devices import SPREADS
 from pod.schema import AtLeast2, build, section
+from pod.units import GIB
 
 if TYPE_CHECKING:
     from pod.eval.args import EvalArgs
@@ -54,7 +55,7 @@ class SpeedOptions:
     @property
     def memory_limit(self) -> int | None:
         """The memory limit in bytes; None = all memory of the GPU."""
-        return None if self.memory_limit_gib is None else int(self.memory_limit_gib * 2**30)
+        return None if self.memory_limit_gib is None else int(self.memory_limit_gib * GIB)
 
     def lengths(self) -> set[int]:
         """Tokens in the cache at the end of every batch that is tried. The last new token is never fed."""

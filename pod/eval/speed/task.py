@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from pod.eval.answer.budget import MethodRunner, Span
+from pod.errors import one_line
+from pod.eval.answer.budget import CacheSpan, MethodRunner
 from pod.eval.answer.methods import BASE, EvaluatedMethod
-from pod.eval.results import code_identity, fingerprint, one_line
+from pod.eval.results import code_identity, fingerprint
 from pod.eval.speed.args import SpeedOptions, speed_options
 from pod.measure import max_batch, measured_memory
 from pod.measure.machine import environment
@@ -150,7 +151,7 @@ def check(run: SpeedRun) -> None:
     spans += [(prompt + generated - 1, generated - 1) for prompt, generated in run.options.max_batch]
     for runner in run.method_runners.values():
         for length, fed in spans if runner.method.takes_budget else ():
-            runner.cache(Span(length, fed))
+            runner.cache(CacheSpan(length, fed))
 
 
 def headline(parts: Mapping[str, dict[str, Any]]) -> str:
@@ -186,7 +187,7 @@ def _race(run: SpeedRun, length: int, errors: dict[str, Exception]) -> dict[str,
     runners = _still_in(runners, errors)
     for one in runners:
         held = {part: int(size) for part, size in one.cache.nbytes_by_part().items()}
-        stated = run.method_runners[one.name].stated(Span(length, 0), [sum(held.values())])
+        stated = run.method_runners[one.name].stated(CacheSpan(length, 0), [sum(held.values())])
         rows[one.name] |= {"bytes_by_part": held, "bytes": stated}
     race(runners, args.efficiency_tokens, args.efficiency_repeats)
     runners = _still_in(runners, errors)
@@ -235,7 +236,7 @@ def _still_in(runners: list[Runner], errors: dict[str, Exception]) -> list[Runne
 
 def _cache(run: SpeedRun, name: str, length: int) -> Any:
     """A method's new cache for a prompt."""
-    return run.method_runners[name].cache(Span(length, 0))
+    return run.method_runners[name].cache(CacheSpan(length, 0))
 
 
 def _prompt(run: SpeedRun, model: Any, length: int) -> Tensor:
@@ -247,7 +248,7 @@ def _largest_batches(
     run: SpeedRun, prompt: int, generated: int, errors: dict[str, Exception]
 ) -> dict[str, dict[str, Any]]:
     """The largest batch of every method for a prompt and a number of generated tokens."""
-    limit, span = run.options.memory_limit, Span(prompt + generated - 1, generated - 1)
+    limit, span = run.options.memory_limit, CacheSpan(prompt + generated - 1, generated - 1)
 
     def measured(runner: MethodRunner) -> dict[str, Any]:
         make_cache = partial(runner.cache, span)
@@ -280,7 +281,7 @@ def _longest_prompts(run: SpeedRun, errors: dict[str, Exception]) -> dict[str, d
 
     def measured(runner: MethodRunner) -> dict[str, Any]:
         def make_cache(tokens: int) -> Any:
-            return runner.cache(Span(tokens, 0))
+            return runner.cache(CacheSpan(tokens, 0))
 
         tries = max_batch.LongTries(runner.model, make_cache, step, 1, limit, run.recipe.seed)
         steps = max_batch.largest(tries.fits, 1, max(1, most // step))
@@ -304,7 +305,7 @@ def _searched(
             row = rows[one.name] = measured(run.method_runners[one.name])
             run.log(f"{one.name}: {row['batch']} rows of {row['prompt']} + {row['generated']} tokens")
         if one.failed is not None:
-            errors[one.name] = ValueError(f"what fits: {one_line(one.failed)}")
+            errors[one.name] = ValueError(f"what fits: {one_line(one.failed, with_class=True)}")
     return rows
 
 

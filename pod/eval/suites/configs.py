@@ -13,20 +13,20 @@ from typing import Any
 from pod.eval.suites.lm_eval_patch import patched
 
 Config = dict[str, Any]
-Row = dict[str, Any]
-Scorer = Callable[[Row, list[str]], dict[str, float]]
+DocRow = dict[str, Any]
+Scorer = Callable[[DocRow, list[str]], dict[str, float]]
 """The type of lm-eval's `process_results`: from a row and a list with its answer to numbers by metric."""
 FOLDER = Path(__file__).parent
 
 
-def scorer(metric: str, value: Callable[[str, Row], float]) -> Scorer:
+def scorer(metric: str, value: Callable[[str, DocRow], float]) -> Scorer:
     """A `Scorer` that gives one number under two names: the metric's, and `score`, which groups average.
 
     Args:
         value: the number, from the answer and its row.
     """
 
-    def score(doc: Row, results: list[str]) -> dict[str, float]:
+    def score(doc: DocRow, results: list[str]) -> dict[str, float]:
         found = value(results[0], doc)
         return {metric: found, "score": found}
 

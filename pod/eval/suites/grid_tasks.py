@@ -11,13 +11,12 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from pod.eval import answer
-from pod.eval.answer.answer_cache import AnswerCache, in_batches
-from pod.eval.answer.budget import MethodRunner, Span
+from pod.eval.answer.answer_cache import AnswerCache, JsonObject, in_batches
+from pod.eval.answer.budget import CacheSpan, MethodRunner
 from pod.eval.answer.methods import EvaluatedMethod
 from pod.eval.suites.task_base import Task, prompt_hash, scored_payload
 
-Record = dict[str, Any]
-Cell = tuple[int, float, int]
+GridPlace = tuple[int, float, int]
 """Where a prompt stands in a grid: length in tokens, depth from 0 to 1, number of the sample."""
 
 
@@ -59,7 +58,7 @@ class GridPrompt:
 
     @classmethod
     def of(
-        cls, cell: Cell, text: str, encode: Callable[[str], Sequence[int]], question: int, *facts: Any
+        cls, cell: GridPlace, text: str, encode: Callable[[str], Sequence[int]], question: int, *facts: Any
     ) -> Self:
         """The prompt of a cell, made from its text.
 
@@ -105,7 +104,7 @@ class GridTask(Task):
         for item in items:
             longest[item.length] = max(longest.get(item.length, 0), tokens(item))
         # the last new token is never fed
-        self.span = {n: Span(held + new_tokens - 1, new_tokens) for n, held in longest.items()}
+        self.span = {n: CacheSpan(held + new_tokens - 1, new_tokens) for n, held in longest.items()}
 
     @abstractmethod
     def key(self, item: Any, cache_budget: int | str | None) -> str:
@@ -116,29 +115,29 @@ class GridTask(Task):
         """
 
     @abstractmethod
-    def ask_model(self, runner: MethodRunner, cache: Any, batch: list[Any]) -> list[Record]:
+    def ask_model(self, runner: MethodRunner, cache: Any, batch: list[Any]) -> list[JsonObject]:
         """Ask a batch of items of one length through a new cache; one record per item."""
 
     @abstractmethod
-    def samples(self, item: Any, record: Record) -> list[Record]:
+    def samples(self, item: Any, record: JsonObject) -> list[JsonObject]:
         """The samples of an item, each with its score, from the record that `ask_model` gave."""
 
     @abstractmethod
-    def settings(self) -> Record:
+    def settings(self) -> JsonObject:
         """How the task asked: prompt format, haystack, when the question is seen. For the report."""
 
-    def metrics(self, samples: list[Record]) -> Record:
+    def metrics(self, samples: list[JsonObject]) -> JsonObject:
         """Further numbers for the payload, by name; see `pod/eval/suites/task_base.py`."""
         return {}
 
-    def spans(self) -> list[Span]:
+    def spans(self) -> list[CacheSpan]:
         return list(self.span.values())
 
     def batches(self, items: Sequence[Any]) -> list[list[Any]]:
         """The items in batches of at most `eval.batch_size`. All items of a batch have one length."""
         return in_batches(items, self.args.batch_size, lambda item: item.length)
 
-    def answer(self, runner: MethodRunner, answer_cache: AnswerCache) -> list[Record]:
+    def answer(self, runner: MethodRunner, answer_cache: AnswerCache) -> list[JsonObject]:
         """The record of every item, from the answer cache where it is there, else from the model."""
         return answer_cache.answers(
             self.items,
@@ -147,9 +146,9 @@ class GridTask(Task):
             compute=lambda batch: self.ask_model(runner, runner.cache(self.span[batch[0].length]), batch),
         )
 
-    def score(self, runner: MethodRunner, answers: list[Record]) -> Record:
+    def score(self, runner: MethodRunner, answers: list[JsonObject]) -> JsonObject:
         """The payload: the samples of all items, and the bytes that were held at each length."""
-        samples: list[Record] = [
+        samples: list[JsonObject] = [
             sample | {"budget_tokens": runner.budget(self.span[item.length])}
             for item, record in zip(self.items, answers, strict=True)
             for sample in self.samples(item, record)
@@ -181,7 +180,7 @@ class PromptTask(GridTask):
         self.plan(prompts, lambda prompt: len(prompt.token_ids), new_tokens)
 
     @abstractmethod
-    def judge(self, prompt: Any, said: str) -> Record:
+    def judge(self, prompt: Any, said: str) -> JsonObject:
         """Score an answer.
 
         Args:
@@ -199,7 +198,7 @@ class PromptTask(GridTask):
     def key(self, item: GridPrompt, cache_budget: int | str | None) -> str:
         return answer.reading.key_of_prompt(item, self.new_tokens, cache_budget)
 
-    def samples(self, item: GridPrompt, record: Record) -> list[Record]:
+    def samples(self, item: GridPrompt, record: JsonObject) -> list[JsonObject]:
         said = {name: record[name] for name in ("answer", "bytes", "decisions") if name in record}
         return [
             {
@@ -215,7 +214,7 @@ class PromptTask(GridTask):
         ]
 
 
-def cells_of(samples: list[Record]) -> list[Record]:
+def cells_of(samples: list[JsonObject]) -> list[JsonObject]:
     """The cells of a heat map: mean score and number of samples per (length, depth), in their order."""
     found: dict[tuple[int, float], list[float]] = {}
     for sample in samples:

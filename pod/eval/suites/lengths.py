@@ -7,7 +7,7 @@ NAMES = {f"{thousands}k": 1024 * thousands for thousands in (1, 2, 4, 8, 16, 32,
 """Lengths in tokens by the names that tasks carry."""
 
 BUILT = {"num_fewshot": 0, "repeats": 1, "fewshot_config": {"samples": []}}
-"""lm-eval's settings for tasks whose rows are built when they are read (`Rows`).
+"""lm-eval's settings for tasks whose rows are built when they are read (`LazyRows`).
 
 The empty list of examples matters: without it lm-eval would read every row to draw few-shot examples.
 """
@@ -15,7 +15,7 @@ The empty list of examples matters: without it lm-eval would read every row to d
 _CHAT_SLACK = 4  # tokens that the borders of a chat template may add when they meet the text
 
 
-class Rows(Sequence):
+class LazyRows(Sequence):
     """Rows of a data set that are built one by one, when they are read.
 
     So 500 prompts of 128K tokens cost nothing at the start.

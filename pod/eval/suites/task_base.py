@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pod.eval.answer.answer_cache import AnswerCache
-from pod.eval.answer.budget import MethodRunner, Span
+from pod.eval.answer.budget import CacheSpan, MethodRunner
 from pod.eval.answer.methods import EvaluatedMethod
 from pod.eval.statistics.comparison import estimate_of
 from pod.schema import build, section
@@ -86,7 +86,7 @@ class Task(ABC):
         self.run, self.args, self.options = run, run.args, options
 
     @abstractmethod
-    def spans(self) -> list[Span]:
+    def spans(self) -> list[CacheSpan]:
         """The sizes of every cache that the task will make."""
 
     @abstractmethod
@@ -108,7 +108,7 @@ class Task(ABC):
         A decode step decodes one token in every row of a batch.
         """
 
-    def prompt_of(self, method: EvaluatedMethod, span: Span) -> int:
+    def prompt_of(self, method: EvaluatedMethod, span: CacheSpan) -> int:
         """Tokens of the prompt in a cache of this size, one of `spans`."""
         return span.length - span.fed
 

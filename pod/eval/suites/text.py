@@ -4,10 +4,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from pod.data import held_out_documents, long_sequences, source_documents
-from pod.eval.answer.answer_cache import AnswerCache, in_batches, key_of
+from pod.eval.answer.answer_cache import AnswerCache, JsonObject, in_batches, key_of
 from pod.eval.suites.task_base import Task, prompt_hash
-
-Record = dict[str, Any]
 
 
 class TextTask(Task):
@@ -55,9 +53,9 @@ class TextTask(Task):
         self,
         answer_cache: AnswerCache,
         asked: list[Any],
-        compute: Callable[[Any], list[Record]],
+        compute: Callable[[Any], list[JsonObject]],
         end: int | None = None,
-    ) -> list[Record]:
+    ) -> list[JsonObject]:
         """A record per text. Only those that are not in `answer_cache` are computed.
 
         Args:
@@ -72,7 +70,7 @@ class TextTask(Task):
             compute=lambda rows: compute(self.on_device(rows)),
         )
 
-    def samples(self, rows: Iterable[Record], end: int | None = None) -> list[Record]:
+    def samples(self, rows: Iterable[JsonObject], end: int | None = None) -> list[JsonObject]:
         """Samples of a payload: each of `rows`, with its id and the number and hash of its text's tokens.
 
         Args:

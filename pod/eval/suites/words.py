@@ -18,9 +18,11 @@ _CHINESE = (
     "〔〕〖〗〘〙〚〛〜〝〞〟〰〾〿–—‘’‛“”„‟…‧﹏."
 )
 _BOTH_PUNCTUATIONS = str.maketrans("", "", string.punctuation + _CHINESE)
+Metric = Callable[[str, str], float]
+"""The score of an answer against a right answer."""
 
 
-def best(metric: Callable[[str, str], float], prediction: str, references: Iterable[str]) -> float:
+def best(metric: Metric, prediction: str, references: Iterable[str]) -> float:
     """The score of a prediction: the best over its references, 0 when there are none."""
     return max((float(metric(prediction, reference)) for reference in references), default=0.0)
 

@@ -15,12 +15,12 @@ from typing import Any
 from pydantic import PositiveInt
 
 from pod.eval import answer
-from pod.eval.answer.answer_cache import AnswerCache
-from pod.eval.answer.budget import MethodRunner, Span
+from pod.eval.answer.answer_cache import AnswerCache, JsonObject
+from pod.eval.answer.budget import CacheSpan, MethodRunner
 from pod.eval.answer.methods import EvaluatedMethod
 from pod.eval.statistics.confidence import share
 from pod.eval.suites.task_base import curve, scored_payload
-from pod.eval.suites.text import Record, TextTask
+from pod.eval.suites.text import TextTask
 from pod.schema import section
 
 _WHERE = "eval.task_options.consistency"
@@ -79,8 +79,8 @@ class Consistency(TextTask):
             )
         super().__init__(run, options)
 
-    def spans(self) -> list[Span]:
-        return [Span(self.options.length - 1, self.options.predictions)]
+    def spans(self) -> list[CacheSpan]:
+        return [CacheSpan(self.options.length - 1, self.options.predictions)]
 
     def longest(self) -> int:
         return self.options.length
@@ -98,7 +98,7 @@ class Consistency(TextTask):
         """Window sizes to measure with a method: those of the options for `full`, none for the others."""
         return self.options.windows if method.name == "full" else []
 
-    def answer(self, runner: MethodRunner, answer_cache: AnswerCache) -> list[Record]:
+    def answer(self, runner: MethodRunner, answer_cache: AnswerCache) -> list[JsonObject]:
         options, method, (span,) = self.options, runner.method, self.spans()
         windows = self._windows_of(method)
         asked = [
@@ -109,12 +109,12 @@ class Consistency(TextTask):
             windows,
         ]
 
-        def compute(rows: Any) -> list[Record]:
+        def compute(rows: Any) -> list[JsonObject]:
             return self._compare(runner, rows, span, windows)
 
         return self.records(answer_cache, ["same predictions", *asked], compute)
 
-    def score(self, runner: MethodRunner, answers: list[Record]) -> Record:
+    def score(self, runner: MethodRunner, answers: list[JsonObject]) -> JsonObject:
         options, records, (span,) = self.options, answers, self.spans()
         said = {
             "prompt_tokens": options.length - options.predictions,
@@ -130,7 +130,9 @@ class Consistency(TextTask):
             **(self._windows(records) if self._windows_of(runner.method) else {}),
         )
 
-    def _compare(self, runner: MethodRunner, rows: Any, span: Span, windows: list[int]) -> list[Record]:
+    def _compare(
+        self, runner: MethodRunner, rows: Any, span: CacheSpan, windows: list[int]
+    ) -> list[JsonObject]:
         """A record for each text of `rows` [B, n].
 
         Returns: `score` (share of identical predictions), `windows` (the same share for each window), `bytes`
@@ -155,7 +157,7 @@ class Consistency(TextTask):
             records.append({"score": score, "windows": of_windows, "bytes": size})
         return records
 
-    def _windows(self, records: list[Record]) -> Record:
+    def _windows(self, records: list[JsonObject]) -> JsonObject:
         """PoD Table 7 as metrics and a curve."""
         rows = []
         for index, window in enumerate(self.options.windows):

@@ -13,11 +13,11 @@ from typing import Any
 from pydantic import PositiveInt
 
 from pod.eval import answer
-from pod.eval.answer.answer_cache import key_of
+from pod.eval.answer.answer_cache import JsonObject, key_of
 from pod.eval.answer.budget import MethodRunner
 from pod.eval.answer.methods import EvaluatedMethod
 from pod.eval.statistics.confidence import clusters_of, share
-from pod.eval.suites.grid_tasks import GridTask, Record, check_grid
+from pod.eval.suites.grid_tasks import GridTask, check_grid
 from pod.eval.suites.haystack import ASK, fitted, load_sentences, question_frame, start_of
 from pod.eval.suites.task_base import prompt_hash
 from pod.eval.tasks.niah import facts, recall
@@ -115,7 +115,7 @@ class MultiQuery(GridTask):
         prompt = sum(len(d.prompt) + sum(map(len, d.questions)) for d in self.items)
         return prompt, len(self.batches(self.items)) * self.options.questions * self.new_tokens
 
-    def settings(self) -> Record:
+    def settings(self) -> JsonObject:
         options = self.options
         return {
             "format": "chat template" if options.chat_template else "plain text",
@@ -127,12 +127,12 @@ class MultiQuery(GridTask):
     def key(self, item: QuestionedText, cache_budget: int | str | None) -> str:
         return key_of("questions", item.prompt, item.questions, self.new_tokens, cache_budget)
 
-    def ask_model(self, runner: MethodRunner, cache: Any, batch: list[QuestionedText]) -> list[Record]:
+    def ask_model(self, runner: MethodRunner, cache: Any, batch: list[QuestionedText]) -> list[JsonObject]:
         """A record per text: its answers, and the bytes held for the text after each answer."""
         reading, tokenizer, model = answer.reading, self.run.tokenizer, runner.model
         texts = [document.prompt for document in batch]
         mask = reading.read(model, cache, texts, pad_id(tokenizer), hold_out=False).mask
-        found: list[Record] = [{"answers": [], "bytes": []} for _ in batch]
+        found: list[JsonObject] = [{"answers": [], "bytes": []} for _ in batch]
         for number in range(self.options.questions):
             copy = reading.branch(cache)
             asked = [document.questions[number] for document in batch]
@@ -142,7 +142,7 @@ class MultiQuery(GridTask):
                 of_text["bytes"].append(record["bytes"])
         return found
 
-    def samples(self, item: QuestionedText, record: Record) -> list[Record]:
+    def samples(self, item: QuestionedText, record: JsonObject) -> list[JsonObject]:
         rows = zip(item.values, item.depths, record["answers"], record["bytes"], strict=True)
         return [
             {
@@ -162,7 +162,7 @@ class MultiQuery(GridTask):
             for number, (value, depth, said, held) in enumerate(rows)
         ]
 
-    def metrics(self, samples: list[Record]) -> Record:
+    def metrics(self, samples: list[JsonObject]) -> JsonObject:
         """Accuracy of the question that stood in the prompt, and of the other questions."""
         found = {}
         for name, first in (("first question", True), ("later questions", False)):

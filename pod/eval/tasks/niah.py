@@ -18,8 +18,9 @@ from typing import Any, Literal
 from pydantic import PositiveInt
 
 from pod.eval import answer
+from pod.eval.answer.answer_cache import JsonObject
 from pod.eval.answer.budget import MethodRunner
-from pod.eval.suites.grid_tasks import GridPrompt, PromptTask, Record, check_grid
+from pod.eval.suites.grid_tasks import GridPrompt, PromptTask, check_grid
 from pod.eval.suites.haystack import (
     fitted,
     load_sentences,
@@ -171,14 +172,14 @@ class Niah(PromptTask):
         default = _TOKENS_PER_NUMBER * options.needles if number else _TOKENS_OF_STATEMENT
         self.plan_prompts(prompts, options.new_tokens or default)
 
-    def ask_model(self, runner: MethodRunner, cache: Any, batch: list[NeedlePrompt]) -> list[Record]:
+    def ask_model(self, runner: MethodRunner, cache: Any, batch: list[NeedlePrompt]) -> list[JsonObject]:
         return answer.generate.generate(runner.model, self.run.tokenizer, cache, batch, self.new_tokens)
 
-    def judge(self, prompt: NeedlePrompt, said: str) -> Record:
+    def judge(self, prompt: NeedlePrompt, said: str) -> JsonObject:
         score = recall(said, prompt.values) if prompt.names else statement_score(said)
         return {"score": score, "target": list(prompt.values)}
 
-    def settings(self) -> Record:
+    def settings(self) -> JsonObject:
         options = self.options
         return {
             "format": "chat template" if options.chat_template else "plain text",

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from pod.eval import answer
+from pod.eval.answer.answer_cache import JsonObject
 from pod.eval.answer.budget import MethodRunner
-from pod.eval.suites.grid_tasks import GridPrompt, PromptTask, Record
+from pod.eval.suites.grid_tasks import GridPrompt, PromptTask
 from pod.eval.suites.haystack import Frame, make_frame
 
 TASK = (
@@ -119,13 +120,13 @@ class Passkey(PromptTask):
     def longest(self) -> int:
         return max(self.args.passkey_lengths) + self.new_tokens
 
-    def ask_model(self, runner: MethodRunner, cache: Any, batch: list[PasskeyPrompt]) -> list[Record]:
+    def ask_model(self, runner: MethodRunner, cache: Any, batch: list[PasskeyPrompt]) -> list[JsonObject]:
         return answer.generate.generate(runner.model, self.run.tokenizer, cache, batch, self.new_tokens)
 
-    def judge(self, prompt: PasskeyPrompt, said: str) -> Record:
+    def judge(self, prompt: PasskeyPrompt, said: str) -> JsonObject:
         return {"score": float(is_correct(said, prompt.key)), "target": prompt.key}
 
-    def settings(self) -> Record:
+    def settings(self) -> JsonObject:
         return {
             "format": "chat template" if self.args.passkey_chat_template else "plain text",
             "question": self.args.asked_when(),

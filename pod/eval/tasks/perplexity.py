@@ -4,13 +4,13 @@ from dataclasses import asdict
 from typing import Any
 
 from pod.eval import answer
-from pod.eval.answer.answer_cache import AnswerCache, key_of, means
-from pod.eval.answer.budget import MethodRunner, Span
+from pod.eval.answer.answer_cache import AnswerCache, JsonObject, key_of, means
+from pod.eval.answer.budget import CacheSpan, MethodRunner
 from pod.eval.answer.methods import EvaluatedMethod
 from pod.eval.statistics.comparison import perplexity_of
 from pod.eval.suites.buckets import position_buckets, token_counts
 from pod.eval.suites.task_base import scored_payload
-from pod.eval.suites.text import Record, TextTask
+from pod.eval.suites.text import TextTask
 
 _CHECKED_TOKENS = 8
 """Tokens that a method scored in one pass also decodes, to compare the two scores on the real model."""
@@ -29,8 +29,8 @@ class Perplexity(TextTask):
         args = self.args
         self.buckets = position_buckets(args.text_length, args.min_context, args.scored_tokens)
 
-    def spans(self) -> list[Span]:
-        return [Span(bucket.held_length, bucket.scored) for bucket in self.buckets]
+    def spans(self) -> list[CacheSpan]:
+        return [CacheSpan(bucket.held_length, bucket.scored) for bucket in self.buckets]
 
     def longest(self) -> int:
         return self.args.text_length
@@ -40,7 +40,7 @@ class Perplexity(TextTask):
         sizes = len(self.text), args.text_length, args.batch_size
         return token_counts(self.buckets, *sizes, method.one_shot)
 
-    def answer(self, runner: MethodRunner, answer_cache: AnswerCache) -> Record:
+    def answer(self, runner: MethodRunner, answer_cache: AnswerCache) -> JsonObject:
         """The `records` of all texts, and a `check` of the decode path where one pass scores, else None."""
         spans, one_shot = zip(self.buckets, self.spans(), strict=True), runner.method.one_shot
         asked = [[bucket.first, bucket.end, runner.cache_budget(span)] for bucket, span in spans]
@@ -50,7 +50,7 @@ class Perplexity(TextTask):
             "check": self._check_decode_path(runner, answer_cache) if one_shot else None,
         }
 
-    def score(self, runner: MethodRunner, answers: Record) -> Record:
+    def score(self, runner: MethodRunner, answers: JsonObject) -> JsonObject:
         one_shot = runner.method.one_shot
         return {
             "scored_by": "one forward pass" if one_shot else "decode path, token by token",
@@ -58,7 +58,7 @@ class Perplexity(TextTask):
             **self._payload(runner, answers["records"]),
         }
 
-    def _read(self, runner: MethodRunner, rows: Any) -> list[Record]:
+    def _read(self, runner: MethodRunner, rows: Any) -> list[JsonObject]:
         """A record for each text of `rows` [B, n].
 
         Returns: `sums` (NLL in nats) and `held` (bytes) of each bucket; and where the method decides anything
@@ -69,7 +69,7 @@ class Perplexity(TextTask):
             nothing = [None] * len(found)
             by_bucket = [(-scored.logprobs).double().sum(dim=1).tolist() for scored in found]
             return [{"sums": list(sums), "held": nothing} for sums in zip(*by_bucket, strict=True)]
-        records: list[Record] = [{"sums": [], "held": []} for _ in rows]
+        records: list[JsonObject] = [{"sums": [], "held": []} for _ in rows]
         decided: list[list[Any]] = [[] for _ in rows]
         for bucket, span in zip(self.buckets, self.spans(), strict=True):
             cache = answer.gates.watch(runner.cache(span))
@@ -86,7 +86,7 @@ class Perplexity(TextTask):
                 record["decisions"] = means(of_row)
         return records
 
-    def _payload(self, runner: MethodRunner, records: list[Record]) -> Record:
+    def _payload(self, runner: MethodRunner, records: list[JsonObject]) -> JsonObject:
         rows = []
         for index, (bucket, span) in enumerate(zip(self.buckets, self.spans(), strict=True)):
             sums = [record["sums"][index] for record in records]
@@ -106,7 +106,7 @@ class Perplexity(TextTask):
             total=perplexity_of(sums, [tokens] * len(sums)),
         )
 
-    def _check_decode_path(self, runner: MethodRunner, answer_cache: AnswerCache) -> Record:
+    def _check_decode_path(self, runner: MethodRunner, answer_cache: AnswerCache) -> JsonObject:
         """How far the scores of one pass are from those of the decode path on the real model.
 
         It is measured at the end of the first bucket that has distant tokens.
@@ -118,11 +118,11 @@ class Perplexity(TextTask):
             compute=lambda rows: [self._forward_error(runner, self.on_device(rows))],
         )[0]
 
-    def _forward_error(self, runner: MethodRunner, row: Any) -> Record:
+    def _forward_error(self, runner: MethodRunner, row: Any) -> JsonObject:
         model = runner.model
         window = model.config.num_sink_tokens + model.config.num_recent_tokens
         bucket = next((bucket for bucket in self.buckets if bucket.end > 1.5 * window), self.buckets[-1])
-        cache = runner.cache(Span(bucket.held_length, bucket.scored))
+        cache = runner.cache(CacheSpan(bucket.held_length, bucket.scored))
         error = answer.score.forward_error(model, cache, row, bucket, _CHECKED_TOKENS)
         tokens = min(_CHECKED_TOKENS, bucket.scored)
         return {"tokens": tokens, "length": bucket.end, "max_abs_difference_nats": error}

@@ -14,11 +14,11 @@ from typing import Any
 from pydantic import PositiveInt
 
 from pod.eval import answer
-from pod.eval.answer.answer_cache import AnswerCache
-from pod.eval.answer.budget import MethodRunner, Span
+from pod.eval.answer.answer_cache import AnswerCache, JsonObject
+from pod.eval.answer.budget import CacheSpan, MethodRunner
 from pod.eval.answer.methods import EvaluatedMethod, find_method
 from pod.eval.suites.task_base import curve, scored_payload
-from pod.eval.suites.text import Record, TextTask
+from pod.eval.suites.text import TextTask
 from pod.schema import AtLeast2, section
 
 
@@ -86,8 +86,8 @@ class StreamNll(TextTask):
         ends_of = answer.score.ends_of
         self.ends = ends_of(options.prompt_tokens, options.length, options.every, self.common)
 
-    def spans(self) -> list[Span]:
-        return [Span(self.common - 1, self.common - self.options.prompt_tokens)]
+    def spans(self) -> list[CacheSpan]:
+        return [CacheSpan(self.common - 1, self.common - self.options.prompt_tokens)]
 
     def longest(self) -> int:
         return self.common
@@ -116,7 +116,7 @@ class StreamNll(TextTask):
         chunk = answer.score.chunk_of(method, self.options.chunk_size, options)
         return chunk, answer.score.reads_on(method, options)
 
-    def prompt_of(self, method: EvaluatedMethod, span: Span) -> int:
+    def prompt_of(self, method: EvaluatedMethod, span: CacheSpan) -> int:
         return self._end(method) - 1 if self._fed(method)[1] else super().prompt_of(method, span)
 
     def _ends(self, method: EvaluatedMethod) -> tuple[int, ...]:
@@ -124,8 +124,9 @@ class StreamNll(TextTask):
         last = self._end(method)
         return tuple(end for end in self.ends if end <= last)
 
-    def answer(self, runner: MethodRunner, answer_cache: AnswerCache) -> list[Record]:
-        (span,), ends = self.spans(), self._ends(runner.method)
+    def answer(self, runner: MethodRunner, answer_cache: AnswerCache) -> list[JsonObject]:
+        (span,) = self.spans()
+        ends = self._ends(runner.method)
         asked = [
             "stream",
             self.options.prompt_tokens,
@@ -135,7 +136,7 @@ class StreamNll(TextTask):
         ]
         return self.records(answer_cache, asked, lambda rows: self._stream(runner, rows, ends), ends[-1])
 
-    def _stream(self, runner: MethodRunner, rows: Any, ends: tuple[int, ...]) -> list[Record]:
+    def _stream(self, runner: MethodRunner, rows: Any, ends: tuple[int, ...]) -> list[JsonObject]:
         """A record for each text of `rows` [B, n]: the summed NLL (nats) and the bytes of every interval."""
         where = rows, self.options.prompt_tokens, ends, *self._fed(runner.method)
         sums, held = answer.score.score_stream(runner.model, runner.cache(self.spans()[0]), *where)
@@ -144,15 +145,16 @@ class StreamNll(TextTask):
         by_text = zip(sums_by_text, bytes_by_text, strict=True)
         return [{"sums": list(of_text), "held": list(sizes)} for of_text, sizes in by_text]
 
-    def score(self, runner: MethodRunner, answers: list[Record]) -> Record:
-        options, records, ends, (span,) = self.options, answers, self._ends(runner.method), self.spans()
+    def score(self, runner: MethodRunner, answers: list[JsonObject]) -> JsonObject:
+        ends = self._ends(runner.method)
+        (span,) = self.spans()
         shared = ends.index(self.common) + 1
-        tokens = self.common - options.prompt_tokens
-        held = [record["held"][shared - 1] for record in records]
+        tokens = self.common - self.options.prompt_tokens
+        held = [record["held"][shared - 1] for record in answers]
         shared_by_all = {"tokens": tokens, "budget_tokens": runner.budget(span)}
         rows = [
             {"score": sum(record["sums"][:shared]), **shared_by_all, "bytes": size}
-            for record, size in zip(records, held, strict=True)
+            for record, size in zip(answers, held, strict=True)
         ]
         chunk, reads_on = self._fed(runner.method)
         fed = f"{chunk} tokens at once, equal to single ones" if chunk > 1 else "token by token"
@@ -162,16 +164,16 @@ class StreamNll(TextTask):
             self.samples(rows, self.common),
             bytes_rows=[runner.stated(span, held)],
             settings={
-                "texts": len(records),
+                "texts": len(answers),
                 "read": ends[-1],
-                "scored": f"{options.prompt_tokens} to {self.common}",
+                "scored": f"{self.options.prompt_tokens} to {self.common}",
                 "fed": "one prompt, compressed while it is read" if reads_on else fed,
                 "stopped": self._stopped(runner.method),
             },
             metrics=self._beyond(
-                ends[-1] - self.common, [sum(record["sums"][shared:]) for record in records]
+                ends[-1] - self.common, [sum(record["sums"][shared:]) for record in answers]
             ),
-            curves=self._curves(ends, records),
+            curves=self._curves(ends, answers),
         )
 
     def _stopped(self, method: EvaluatedMethod) -> str | None:
@@ -183,7 +185,7 @@ class StreamNll(TextTask):
             f"{method.name} grow with the text"
         )
 
-    def _beyond(self, tokens: int, sums: list[float]) -> dict[str, Record]:
+    def _beyond(self, tokens: int, sums: list[float]) -> dict[str, JsonObject]:
         """Perplexity of the tokens that only methods without a limit read, as a metric.
 
         Args:
@@ -195,14 +197,15 @@ class StreamNll(TextTask):
         found = {"value": math.exp(fmean(sums) / tokens), "ci95": None, "percent": False}
         return {"perplexity beyond the model's limit": found}
 
-    def _curves(self, ends: tuple[int, ...], records: list[Record]) -> list[Record]:
+    def _curves(self, ends: tuple[int, ...], records: list[JsonObject]) -> list[JsonObject]:
         """Three curves with a point at the end of every interval, each a mean over texts.
 
         They show the cumulative NLL, the NLL within the interval, and the bytes per text.
         """
         rows, total, first = [], 0.0, self.options.prompt_tokens
         for index, (start, end) in enumerate(pairwise((first, *ends))):
-            nats, held = (fmean(record[key][index] for record in records) for key in ("sums", "held"))
+            nats = fmean(record["sums"][index] for record in records)
+            held = fmean(record["held"][index] for record in records)
             total += nats
             within = nats / (end - start)
             rows.append({"read": end, "cumulative": total / (end - first), "within": within, "held": held})

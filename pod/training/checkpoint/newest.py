@@ -9,8 +9,8 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from pod.errors import one_line
 from pod.files import atomic_write_text, read_mapping
-from pod.schema import one_line
 from pod.training.checkpoint.run_identity import (
     LATEST_NAME,
     STATE_NAME,

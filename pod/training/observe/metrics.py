@@ -30,9 +30,9 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from pod.errors import one_line
 from pod.files import atomic_write_text
 from pod.modeling.model.sharing import Lead
-from pod.schema import one_line
 from pod.training.args import TrainArgs
 from pod.training.predict.shapes import Shapes, causal_pairs, proximal_pairs
 from pod.training.predict.step_time import known_device, model_flops

@@ -16,11 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pod.data.rows.held_out import map_held_out
-from pod.data.rows.loader import shifted_labels
+from pod.data.rows.loader import IGNORED_LABEL, shifted_labels
 from pod.modeling.model.step import document_positions
 from pod.training.args import TrainArgs
 from pod.training.observe.metrics import Values
-from pod.training.run.loss import IGNORED_LABEL
 from pod.training.run.mesh import Mesh
 from pod.training.run.run_control import Interrupted, RunControl
 from pod.training.run.ulysses import Ulysses
@@ -136,7 +135,7 @@ class PasskeyProbe:
         return cls(tuple(whole[:shared]), tuple(whole[shared:]), depth)
 
 
-def position_buckets(length: int) -> list[tuple[int, int]]:
+def position_ranges(length: int) -> list[tuple[int, int]]:
     """`[start, end)` of at most 8 ranges of positions.
 
     From the second range on, each ends at twice the position at which it starts; the last range ends at
@@ -180,7 +179,7 @@ class HeldOutEvaluation:
             )
         self.rows = [{name: x[at : at + 1] for name, x in rows.items()} for at in range(self.num_texts)]
         self.rows += [padded_row(key.prompt + key.answer, len(key.answer), length) for key in passkeys]
-        self.buckets = position_buckets(length)
+        self.buckets = position_ranges(length)
 
     @classmethod
     def of(

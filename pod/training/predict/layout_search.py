@@ -49,8 +49,8 @@ from pod.training.predict.step_time import (
 from pod.training.run.mesh import check_world_size, local_world_size, planned_world_size
 from pod.training.run.run_control import MOST_LOST, work_at_risk
 from pod.training.run.ulysses import kv_head_repeats
+from pod.units import GIB
 
-GIB = 2**30
 # Share of a GPU's memory that may be used, with the reserve; 5 % are for gaps in the allocator's segments.
 FIT = 0.95
 FIT_CPU = 0.92  # share of a CPU's memory that may be used; other processes need memory too

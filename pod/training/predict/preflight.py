@@ -16,10 +16,11 @@ from pod.files import check_can_write
 from pod.training.args import TrainArgs, TrainRecipe
 from pod.training.predict import layout_search
 from pod.training.predict.attention_backend import attention_backend, refusals
-from pod.training.predict.layout_search import GIB, Machine, ParallelLayout
+from pod.training.predict.layout_search import Machine, ParallelLayout
 from pod.training.predict.memory_estimate import TrainingJob, checkpoint_disk_bytes
 from pod.training.predict.shapes import Shapes
 from pod.training.run.mesh import local_world_size
+from pod.units import GIB
 
 
 def check(

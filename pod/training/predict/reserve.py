@@ -13,8 +13,8 @@ Their sources:
 
 from pod.training.args import TrainArgs
 from pod.training.predict.memory_estimate import Parts, World
+from pod.units import GIB
 
-GIB = 2**30
 # bytes of a rank for the three parts above; COMMUNICATOR counts for each communicator
 CONTEXT = round(1.0 * GIB)
 COMMUNICATOR = round(1.5 * GIB)

@@ -10,12 +10,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from pod.data.rows.loader import IGNORED_LABEL
 from pod.training import deepspeed_bridge as bridge
 from pod.training.args import TrainArgs
 
 MEBIBYTE = 2**20
-IGNORED_LABEL = -100
-"""Label of a token that counts in no loss."""
 Reader = Callable[[Tensor, Tensor, Tensor], Any]
 """What is computed where the loss would be.
 

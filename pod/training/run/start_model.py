@@ -19,12 +19,12 @@ from pod.training.run.longer_context import extend
 from pod.training.run.mesh import from_rank_0
 from pod.training.run.start_weights import StartWeights, hollow_model, weight_reader
 
-Plan = SharingPlan | str | Path | None
+PlanOrFile = SharingPlan | str | Path | None
 """A plan, the path of a plan's file, or no plan."""
 
 
 def hollow_start_model(
-    model_args: ModelArgs, plan: Plan, dtype: str = "float32"
+    model_args: ModelArgs, plan: PlanOrFile, dtype: str = "float32"
 ) -> tuple[PodForCausalLM, StartWeights]:
     """The model that training starts from, without values for its weights, and the `StartWeights` for it.
 
@@ -67,7 +67,7 @@ def has_head_of_its_own(model_args: ModelArgs, config: Any, **places: Any) -> bo
     return files is not None and has_own_head(*files, config)
 
 
-def load_start_model(model_args: ModelArgs, plan: Plan, dtype: str = "float32") -> PodForCausalLM:
+def load_start_model(model_args: ModelArgs, plan: PlanOrFile, dtype: str = "float32") -> PodForCausalLM:
     """The start model with the values of its weights, all of them in host memory.
 
     Arguments and errors are those of `hollow_start_model`.
@@ -79,7 +79,7 @@ def load_start_model(model_args: ModelArgs, plan: Plan, dtype: str = "float32") 
     return model
 
 
-def start_config(model_args: ModelArgs, plan: Plan, source: Any) -> PodConfig:
+def start_config(model_args: ModelArgs, plan: PlanOrFile, source: Any) -> PodConfig:
     """Configuration of the start model, with the layout, plan, windows and RoPE of the recipe.
 
     Args:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from pod.modeling.checkpoints import Reader, weight_files
+from pod.modeling.checkpoints import ReadTensor, weight_files
 from pod.modeling.loading import Constants, check_fit, empty_model, load_model, made_weight
 from pod.modeling.model.config import PodConfig
 from pod.modeling.model.llama import PodForCausalLM
@@ -35,7 +35,7 @@ def weight_reader(
     dtype: torch.dtype,
     gguf_file: str | None = None,
     constants: Constants = MappingProxyType({}),
-) -> Reader:
+) -> ReadTensor:
     """A function that reads the weights of a model with `config` from a checkpoint, in `dtype`.
 
     It reads one weight at a time from the checkpoint's files. Where that is not possible, as with a GGUF
@@ -83,10 +83,10 @@ class StartWeights:
             order. Constant sinks are left out.
     """
 
-    def __init__(self, model: nn.Module, opener: Callable[[], Reader] | None = None):
+    def __init__(self, model: nn.Module, opener: Callable[[], ReadTensor] | None = None):
         self._names = {parameter: name for name, parameter in model.named_parameters()}
         self._opener = opener
-        self._reader: Reader | None = None
+        self._reader: ReadTensor | None = None
         self.samples: Samples = {}
 
     def open(self) -> None:

@@ -4,10 +4,10 @@ from typing import Any
 
 import torch
 
+from pod.data.rows.loader import IGNORED_LABEL
 from pod.data.rows.order import RowCursor
 from pod.data.rows.prefetch import Prefetcher
 from pod.training.args import TrainArgs
-from pod.training.run.loss import IGNORED_LABEL
 
 Batch = dict[str, torch.Tensor]
 """One micro-batch: `input_ids`, `labels` and `doc_ids`, see `StepBatches.next`."""

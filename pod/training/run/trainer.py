@@ -32,6 +32,7 @@ from pod.training.run.run_control import Interrupted, RunControl
 from pod.training.run.start_weights import StartWeights
 from pod.training.run.step_batches import StepBatches, rows_per_step
 from pod.training.run.ulysses import Ulysses
+from pod.units import GIB
 
 
 class Trainer:
@@ -245,7 +246,7 @@ class Trainer:
         values: Values = {}
         self.state.owes_evaluation = False
         if step and monitor.logs(step):
-            values["peak_memory_gib"] = self.mesh.largest(peak_bytes(self.mesh.device)) / 2**30
+            values["peak_memory_gib"] = self.mesh.largest(peak_bytes(self.mesh.device)) / GIB
         if self.evaluation is None:
             return values
         if step % self.args.eval_every_steps == 0 or step == self.args.max_steps:

@@ -10,13 +10,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from pod.eval.suites import task_data
-from pod.eval.suites.configs import Config, Row, task_config
-from pod.eval.suites.words import bag_f1, words
+from pod.eval.suites.configs import Config, DocRow, task_config
+from pod.eval.suites.words import Metric, bag_f1, words
 
 FILE = "coqa-dev-v1.0.json"
 HUB, HUB_FILE = "EleutherAI/coqa", "coqa_validation.parquet"
 FIELDS = ("story", "questions", "answers")
-Metric = Callable[[str, str], float]
 
 
 def last_turns(**metadata: Any) -> dict[str, Any]:
@@ -32,7 +31,7 @@ def all_turns(**metadata: Any) -> dict[str, Any]:
     return task_data.dataset([sample for turns in _conversations() for sample in turns])
 
 
-def _conversations() -> Iterator[list[Row]]:
+def _conversations() -> Iterator[list[DocRow]]:
     """The samples of each story, one per question.
 
     Raises:
@@ -53,7 +52,7 @@ def _texts(turns: Any) -> list[str]:
     return list(turns["input_text"]) if isinstance(turns, dict) else [turn["input_text"] for turn in turns]
 
 
-def _samples(story: str, questions: list[str], answers: list[list[str]]) -> Iterator[Row]:
+def _samples(story: str, questions: list[str], answers: list[list[str]]) -> Iterator[DocRow]:
     before = f"{story}\n\n"
     for question, *references in zip(questions, *answers, strict=True):
         asked = f"Q: {question}\n\nA:"
@@ -91,7 +90,7 @@ def over_references(metric: Metric, references: list[str], answer: str) -> float
     return sum(max(scores[:out] + scores[out + 1 :]) for out in range(len(scores))) / len(scores)
 
 
-def target(doc: Row) -> list[str]:
+def target(doc: DocRow) -> list[str]:
     """The references without repetitions (letter case aside), as lm-eval uses them; officially all count."""
     found: dict[str, str] = {}
     for reference in doc["references"]:
@@ -99,7 +98,7 @@ def target(doc: Row) -> list[str]:
     return list(found.values())
 
 
-def scores(doc: Row, results: list[str]) -> dict[str, float]:
+def scores(doc: DocRow, results: list[str]) -> dict[str, float]:
     """Exact match and F1, each by lm-eval's and by the official rule.
 
     `em` and `f1` are those of lm-eval's `coqa`, which takes each different reference once. `em_official` and

@@ -18,7 +18,7 @@ from pod.eval.suites.infinitebench.infinitebench_prompts import (
     asked,
     prompt,
 )
-from pod.eval.suites.lengths import BUILT, NAMES, Rows, count_tokens, largest_fit
+from pod.eval.suites.lengths import BUILT, NAMES, LazyRows, count_tokens, largest_fit
 
 FIELDS = ("id", "prompt", "asked", "answer")
 LENGTHS = ("2k", "8k", "32k", "64k", "128k")
@@ -48,7 +48,7 @@ def rows(**metadata: Any) -> dict[str, Any]:
     return {"test": build_rows(task, length, task_data.load_tokenizer(metadata), settings["seed"], whole)}
 
 
-def read_rows(task: str) -> Rows:
+def read_rows(task: str) -> LazyRows:
     """The rows {id, prompt, asked, answer, cluster} of a task with a file.
 
     Raises:
@@ -68,10 +68,10 @@ def read_rows(task: str) -> Rows:
             "cluster": task_data.text_id(row["context"]),
         }
 
-    return Rows(len(found), make, (*FIELDS, "cluster"), keep=False)
+    return LazyRows(len(found), make, (*FIELDS, "cluster"), keep=False)
 
 
-def build_rows(task: str, length: int, tokenizer: Any, seed: int = 42, whole: int | None = None) -> Rows:
+def build_rows(task: str, length: int, tokenizer: Any, seed: int = 42, whole: int | None = None) -> LazyRows:
     """The rows {id, prompt, asked, answer} of a synthetic task, built when they are read.
 
     Args:
@@ -107,7 +107,7 @@ def build_rows(task: str, length: int, tokenizer: Any, seed: int = 42, whole: in
             text = shorten(tokenizer, text, "middle", room, lambda part: count_tokens(tokenizer, part))
         return {"id": index, "prompt": text, "asked": question, "answer": answer(task, row)}
 
-    return Rows(TASKS[task].count or 0, make, FIELDS)
+    return LazyRows(TASKS[task].count or 0, make, FIELDS)
 
 
 def configs() -> list[Config]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pod.eval.suites import task_data
-from pod.eval.suites.configs import Config, Row, Scorer, group_config, scorer, task_config
+from pod.eval.suites.configs import Config, DocRow, Scorer, group_config, scorer, task_config
 from pod.eval.suites.leval import leval_metrics, leval_prompts
 from pod.eval.suites.words import qa_f1
 
@@ -90,7 +90,7 @@ def _closed(answer_of: Callable[[str, str], str], target_of: Callable[[str], str
         target_of: what the reference says.
     """
 
-    def value(answer: str, row: Row) -> float:
+    def value(answer: str, row: DocRow) -> float:
         return leval_metrics.exact_match(answer_of(answer, row["target"]), target_of(row["target"]))
 
     return scorer("exact_match", value)
@@ -106,7 +106,7 @@ text = _closed(lambda answer, _: answer, str)
 f1 = scorer("qa_f1", lambda answer, row: qa_f1(answer, row["target"]))
 
 
-def judgement(doc: Row, results: list[str]) -> dict[str, float]:
+def judgement(doc: DocRow, results: list[str]) -> dict[str, float]:
     """The score of a true-or-false answer (sci_fi), also under the name of its part (`loyalty` or `fact`).
 
     The task's score is the mean over samples of both parts, as officially.
@@ -115,7 +115,7 @@ def judgement(doc: Row, results: list[str]) -> dict[str, float]:
     return {"exact_match": value, "score": value, doc["part"]: value}
 
 
-def rouge(doc: Row, results: list[str]) -> dict[str, float]:
+def rouge(doc: DocRow, results: list[str]) -> dict[str, float]:
     """rouge1, rouge2 and rougeL of an open-ended summary; the score is rougeL."""
     values = leval_metrics.rouge(results[0], doc["target"])
     return {**values, "score": values["rougeL"]}

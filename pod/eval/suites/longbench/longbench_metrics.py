@@ -8,7 +8,7 @@ a comment names each of them.
 import difflib
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from pod.eval.suites.words import bag_f1, letters_zh
 
@@ -16,8 +16,6 @@ from pod.eval.suites.words import bag_f1, letters_zh
 # LongBench's eval.py runs out of stack, swallows the error and scores 0. This was measured with Python 3.11,
 # whose limit is 1,000 frames. For Chinese texts the recursion begins one frame deeper.
 RECURSION_STEPS = 990
-
-Metric = Callable[[str, str], float]
 
 
 def first_line(prediction: str) -> str:
@@ -31,8 +29,13 @@ def first_line(prediction: str) -> str:
 
 def qa_f1_zh(prediction: str, reference: str) -> float:
     """F1 over the bags of jieba's words, without case, punctuation and white space."""
-    said, wanted = ([*filter(None, map(letters_zh, _cut(text)))] for text in (prediction, reference))
-    return bag_f1(said, wanted)
+    return bag_f1(_words_zh(prediction), _words_zh(reference))
+
+
+def _words_zh(text: str) -> list[str]:
+    """jieba's words of a text, without case, punctuation and white space."""
+    words = [letters_zh(word) for word in _cut(text)]
+    return [word for word in words if word]
 
 
 def rouge_l(prediction: str, reference: str, longest_walk: int = RECURSION_STEPS) -> float:

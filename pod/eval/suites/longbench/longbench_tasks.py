@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pod.eval.suites import task_data, words
-from pod.eval.suites.configs import Config, Row, Scorer, group_config, scorer, task_config
+from pod.eval.suites.configs import Config, DocRow, Scorer, group_config, scorer, task_config
 from pod.eval.suites.longbench import longbench_metrics
 from pod.files import read_json
 
@@ -62,7 +62,7 @@ def _scorer(name: str, metric: Callable[..., float], first_line: bool = False, *
         fields: fields of a row that are further arguments of the metric.
     """
 
-    def value(answer: str, row: Row) -> float:
+    def value(answer: str, row: DocRow) -> float:
         answer = longbench_metrics.first_line(answer) if first_line else answer
         given = [row[field] for field in fields]
         return words.best(lambda *pair: metric(*pair, *given), answer, row["answers"])
@@ -76,7 +76,7 @@ def by_length(scorer: Scorer) -> Scorer:
     The group is that of the official length (words; characters in Chinese).
     """
 
-    def score(doc: Row, results: list[str]) -> dict[str, float]:
+    def score(doc: DocRow, results: list[str]) -> dict[str, float]:
         scores = scorer(doc, results)
         group = LENGTH_GROUPS[bisect.bisect_right((4000, 8000), doc["length"])]
         return {**scores, group: scores["score"]}
@@ -96,10 +96,11 @@ accuracy_retrieval = _scorer("accuracy", longbench_metrics.retrieval)
 accuracy_retrieval_zh = _scorer("accuracy", longbench_metrics.retrieval)
 
 
-def edit_similarity(doc: Row, results: list[str]) -> dict[str, float]:
+def edit_similarity(doc: DocRow, results: list[str]) -> dict[str, float]:
     """Edit similarity without and with python-Levenshtein. The score is the one without, the official one."""
-    readings = (longbench_metrics.code_similarity, longbench_metrics.code_similarity_levenshtein)
-    value, other = (words.best(reading, results[0], doc["answers"]) for reading in readings)
+    said, answers = results[0], doc["answers"]
+    value = words.best(longbench_metrics.code_similarity, said, answers)
+    other = words.best(longbench_metrics.code_similarity_levenshtein, said, answers)
     return {"edit_similarity": value, "score": value, "edit_similarity_levenshtein": other}
 
 

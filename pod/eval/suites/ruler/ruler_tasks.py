@@ -11,8 +11,8 @@ import re
 from typing import Any
 
 from pod.eval.suites import task_data
-from pod.eval.suites.configs import Config, Row, group_config, scorer, task_config
-from pod.eval.suites.lengths import BUILT, NAMES, Rows, chat_tokens, count_tokens, largest_fit
+from pod.eval.suites.configs import Config, DocRow, group_config, scorer, task_config
+from pod.eval.suites.lengths import BUILT, NAMES, LazyRows, chat_tokens, count_tokens, largest_fit
 from pod.eval.suites.ruler.generators import Documents, make_generator
 from pod.eval.suites.ruler.ruler_prompts import PROMPTS, TASKS, TYPES
 
@@ -43,7 +43,7 @@ def rows(**metadata: Any) -> dict[str, Any]:
     }
 
 
-def make_rows(task: str, length: int, tokenizer: Any, seed: int = 42, count: int = 500) -> Rows:
+def make_rows(task: str, length: int, tokenizer: Any, seed: int = 42, count: int = 500) -> LazyRows:
     """The samples of a task, built when they are read.
 
     Args:
@@ -91,10 +91,10 @@ def make_rows(task: str, length: int, tokenizer: Any, seed: int = 42, count: int
         raise ValueError(f"ruler {task} at {length} tokens: {error}") from None
     if isinstance(generator, Documents):
         count = min(count, len(generator.questions))
-    return Rows(count, row, FIELDS)
+    return LazyRows(count, row, FIELDS)
 
 
-def found(prediction: str, row: Row) -> float:
+def found(prediction: str, row: DocRow) -> float:
     """The share of the answers that the prediction contains, letter case aside.
 
     Control characters in the prediction count as line ends.

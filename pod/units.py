@@ -1,0 +1,4 @@
+"""Units of memory."""
+
+GIB = 2**30
+"""Bytes of a GiB."""
