@@ -187,9 +187,8 @@ def read_weight(name: str, read: Callable[[str], Tensor], have: Container[str], 
     stored = stored_names(name, have, config)
     weights = [read(one) for one in stored]
     if stored[0].endswith((_QKV, _GATE_UP)):
-        q, kv = (
-            heads * config.head_dim for heads in (config.num_attention_heads, config.num_key_value_heads)
-        )
+        q = config.num_attention_heads * config.head_dim
+        kv = config.num_key_value_heads * config.head_dim
         inner = config.intermediate_size
         rows = {"q": (0, q), "k": (q, q + kv), "v": (q + kv, None), "gate": (0, inner), "up": (inner, None)}
         projection = name.rsplit(".", 2)[1].removesuffix("_proj")

@@ -292,7 +292,9 @@ def _part(text: str) -> Part:
 def _parameters(text: str) -> dict[str, Any]:
     params: dict[str, Any] = {}
     for piece in split(text, ",;"):
-        key, _, value = (side.strip() for side in piece.partition("="))
+        before, _, after = piece.partition("=")
+        key = before.strip()
+        value = after.strip()
         if not key.isidentifier() or not value or key in params:
             raise ValueError(
                 "in brackets stands each parameter once with its value, as d2o[merge=average,alpha=2]@25%"

@@ -1,13 +1,12 @@
 """The levels of the suite.
 
-Two spread cases of a function, nothing slow, and nothing lost between the levels.
+Two cases of a function, nothing slow, and nothing lost between the levels.
 """
 
 from pathlib import Path
 from types import SimpleNamespace
 
 import levels
-import pytest
 
 
 def make_item(nodeid: str, *marks: str, fixtures: tuple[str, ...] = (), **indices: int) -> SimpleNamespace:
@@ -48,14 +47,14 @@ def ids(items: list) -> list[str]:
     return [item.nodeid for item in items]
 
 
-def test_the_quick_level_keeps_the_first_and_the_last_case_of_a_function_and_all_that_are_marked():
+def test_the_quick_level_keeps_two_cases_of_a_function_and_all_that_are_marked():
     kept, _ = levels.split_by_level(ITEMS, "quick")
-    assert ids(kept) == [
+    of_many = [nodeid for nodeid in ids(kept) if nodeid.startswith("a.py::test_many")]
+    assert len(of_many) == levels.CASES_PER_FUNCTION == 2
+    assert [nodeid for nodeid in ids(kept) if nodeid not in of_many] == [
         "a.py::test_once",
         "a.py::test_pair[x]",
         "a.py::test_pair[y]",
-        "a.py::test_many[0]",
-        "a.py::test_many[8]",
         "b.py::test_many[one file has one count]",
         "b.py::test_partly[1]",
         "b.py::test_few_ranks[0]",
@@ -75,14 +74,6 @@ def test_both_levels_together_are_everything():
     assert nothing == []
 
 
-@pytest.mark.parametrize(
-    ("number", "most", "places"),
-    [(1, 2, [0]), (2, 2, [0, 1]), (5, 2, [0, 4]), (5, 3, [0, 2, 4]), (10, 4, [0, 3, 6, 9])],
-)
-def test_cases_are_spread_from_the_first_to_the_last(number, most, places):
-    assert levels.spread(list(range(number)), most) == places
-
-
 def grid(function: str, methods: int, lengths: int) -> list[SimpleNamespace]:
     """One case for each method and length."""
     return [
@@ -90,6 +81,15 @@ def grid(function: str, methods: int, lengths: int) -> list[SimpleNamespace]:
         for method in range(methods)
         for length in range(lengths)
     ]
+
+
+def test_the_two_cases_of_the_quick_level_differ_in_every_parameter():
+    for number in range(12):
+        cases = grid(f"test_{number}", 5, 4)
+        kept, _ = levels.split_by_level(cases, "quick")
+        first, second = (case.callspec.indices for case in kept)
+        assert first["method"] != second["method"]
+        assert first["length"] != second["length"]
 
 
 def test_few_cases_show_every_value_of_every_parameter():

@@ -183,7 +183,9 @@ def _alone(inputs: AttentionInputs) -> _Part:
         inputs: from `record_batch`, with the batch as first dimension.
     """
     wide = torch.promote_types(inputs.q.dtype, torch.float32)
-    q, k, v = (x[:, :, 0].to(wide).transpose(0, 1) for x in inputs[1:])  # [heads, B, d]
+    q = inputs.q[:, :, 0].to(wide).transpose(0, 1)  # [Hq, B, d]
+    k = inputs.k[:, :, 0].to(wide).transpose(0, 1)  # [H, B, d]
+    v = inputs.v[:, :, 0].to(wide).transpose(0, 1)
     q = q.unflatten(0, (len(k), -1))  # [H, G, B, d]
     lse = (q * k[:, None]).sum(-1) * q.shape[-1] ** -0.5
     out = v[:, None].expand_as(q)
@@ -232,7 +234,8 @@ def measured_sink(logits: Tensor, values: Tensor) -> Sink:
 
 def fitted_sink(queries: WindowQueries, start: Sink) -> Sink:
     """The constants of least cost on these queries, by L-BFGS; `start` where it finds nothing better."""
-    logits, values = (x.detach().to(queries.lse).clone().requires_grad_() for x in start)
+    logits = start.logits.detach().to(queries.lse).clone().requires_grad_()
+    values = start.values.detach().to(queries.lse).clone().requires_grad_()
     sink = Sink(logits, values)
     with torch.no_grad():
         before = queries.costs(sink).sum()

@@ -31,7 +31,8 @@ def check_array(name: str, values: Any, axes: str, sizes: dict[str, int] | None 
     found, shape, names = dict(sizes or {}), tuple(np.shape(values)), axes.split()
     fits = len(shape) == len(names) and all(size >= 1 for size in shape)
     for axis, size in zip(names, shape, strict=False):
-        fits = fits and found.setdefault(axis, size) == size
+        if found.setdefault(axis, size) != size:
+            fits = False
     if not fits:
         known = [f"{axis} = {size}" for axis, size in (sizes or {}).items() if axis in names]
         meaning = [f"{axis}: {_AXES[axis]}" for axis in dict.fromkeys(names) if axis in _AXES]

@@ -102,17 +102,17 @@ def record_batch(model: PodForCausalLM, input_ids: Tensor) -> Iterator[Attention
         )
     decoder = model.model
     hidden_states = decoder.embed_tokens(input_ids)
-    positions = torch.arange(input_ids.shape[1], device=input_ids.device)
+    device = input_ids.device
+    positions = torch.arange(input_ids.shape[1], device=device)
     context: ForwardContext = decoder.context(hidden_states, positions[None])
     shared_qk = (None,) * (2 * config.num_key_value_heads)
     layer: PodDecoderLayer
     for number, layer in enumerate(decoder.layers):  # type: ignore[assignment]
         if number in planned:
             own = hidden_states.to(layer.self_attn.o_proj.weight.device)  # layers may lie on several devices
-            found = own, *layer.self_attn._project(layer.attention_input(own))
-            hidden, q, k, v = (x.to(input_ids.device) for x in found)
+            q, k, v = layer.self_attn._project(layer.attention_input(own))
             rope = context.ropes[number]
-            yield AttentionInputs(hidden, rope(q), rope(k), v)
+            yield AttentionInputs(own.to(device), rope(q.to(device)), rope(k.to(device)), v.to(device))
         hidden_states, *shared_qk = layer(hidden_states, context, *shared_qk)
 
 

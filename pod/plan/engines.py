@@ -179,7 +179,8 @@ def describe_engine(plan: SharingPlan, batch_tokens: int) -> str:
     ]
     for n in LENGTHS:
         without = dense.request_bytes(n, reading=True)
-        read, then = (own.request_bytes(n, reading=reading) for reading in (True, False))
+        read = own.request_bytes(n, reading=True)
+        then = own.request_bytes(n, reading=False)
         fit = [cache.requests(GIB, n) for cache in (dense, own)]
         sizes = f"{n:11,} | {without / 2**20:22,.1f} | {read / 2**20:17,.1f} | {then / 2**20:10,.1f}"
         lines.append(f"{sizes} | {without / read:6.2f}x | {fit[0]:24.1f} | {fit[1]:4.1f}")

@@ -308,15 +308,20 @@ class PackedCosts:
         The units of a pair are the bytes of its distant tokens. Their number is chosen so that rounding the
         other two numbers down loses least.
         """
-        far = max(0, self.n - self.near) / self.n
-        old = 1 - min(1.0, NATIVE_TOKENS / self.n)  # the share of tokens that are packed
-        keys, values = (
-            old * (1 - bits / 16) / far / 2 + 5e-7 if far else 0.0
-            for bits in bits_per_number(PACKED, self.head_dim)
-        )
+        key_bits, value_bits = bits_per_number(PACKED, self.head_dim)
+        keys = self._saved_by_packing(key_bits)
+        values = self._saved_by_packing(value_bits)
         lead, follower = keys + values, values
         pair = min(range(40, 15, -2), key=lambda units: (units * lead % 1 + units * follower % 1) / units)
         return pair, int(pair * lead), pair // 2 + int(pair * follower)
+
+    def _saved_by_packing(self, bits: float) -> float:
+        """The share of a pair's distant bytes that is saved when its keys, or its values, take these bits."""
+        far = max(0, self.n - self.near) / self.n
+        if not far:
+            return 0.0
+        old = 1 - min(1.0, NATIVE_TOKENS / self.n)  # the share of tokens that are packed
+        return old * (1 - bits / 16) / far / 2 + 5e-7
 
     def solve(self, packed: Sequence[bool] | None, price: float | None = None) -> Frontier:
         """Find the least cost of every saving when these layers are packed.
@@ -363,7 +368,9 @@ class PackedFrontier(Curve):
         """A plan that saves ``units`` at least cost; ValueError for units that no plan saves."""
         packed = min(self.solved, key=lambda choice: self._cost_of(choice, slice(units, units + 1)))
         plan = self._solve(packed).plan(units, provenance)
-        return replace(plan, bits=tuple(PACKED if one else 16 for one in packed) if any(packed) else None)
+        if not any(packed):
+            return replace(plan, bits=None)
+        return replace(plan, bits=tuple(PACKED if is_packed else 16 for is_packed in packed))
 
     def improved(self, units: int) -> "PackedFrontier":
         """This frontier with more choices of bits solved: those that a search for ``units`` tries.

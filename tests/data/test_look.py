@@ -106,7 +106,10 @@ def test_several_damages_are_all_named(packed_folder, run):
 @pytest.mark.parametrize("name", ["shard-00007.tokens.npy", ".shard-00001.tokens.npy.tmp-x", "more/"])
 def test_extra_file(packed_folder, run, name):
     folder = packed_folder()
-    (folder / name).mkdir() if name.endswith("/") else (folder / name).write_bytes(b"")
+    if name.endswith("/"):
+        (folder / name).mkdir()
+    else:
+        (folder / name).write_bytes(b"")
     code, out, _ = run("verify", folder)
     assert code == 1 and len(out) == 1 and "does not belong to the data" in out[0]
 

@@ -108,7 +108,10 @@ def test_rows_without_a_readable_manifest_are_kept_unless_overwriting_is_asked_f
 ):
     whole = content(prepare(args, tokenizer, tmp_path / "data").path)
     file = tmp_path / "data" / "manifest.json"
-    file.unlink() if manifest is None else file.write_text(manifest)
+    if manifest is None:
+        file.unlink()
+    else:
+        file.write_text(manifest)
     before = content(tmp_path / "data")
     for used_by in (None, tmp_path / "train"):
         with pytest.raises(ValueError, match="has rows of unknown settings .*--overwrite") as raised:

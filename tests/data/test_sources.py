@@ -266,7 +266,9 @@ def essay_book(number=30):
 def test_books_are_split_without_loss(tmp_path):
     book, essays = essay_book()
     assert split_essays(book) == essays
-    prose = "".join(f"Sentence {i} of a text without dates. " + "\n\n" * (i % 9 == 0) for i in range(3000))
+    sentences = [f"Sentence {i} of a text without dates. " for i in range(3000)]
+    sentences[::9] = [sentence + "\n\n" for sentence in sentences[::9]]
+    prose = "".join(sentences)
     chapters = split_chapters(prose, 5000)
     assert "".join(chapters) == prose and max(map(len, chapters)) <= 5000
     assert all(chapter.endswith("\n\n") for chapter in chapters[:-1])

@@ -421,9 +421,14 @@ def stop_at(module, call):
 def test_a_cache_that_failed_half_way_is_refused(tools, spec, how):
     """Slots of the window and codes may be those of later tokens by then."""
     model, cache, ids = used(tools, spec, **({"group_size": 4, "residual": 1} if "+" in spec else {}))
-    handle = stop_at(model.model.layers[3], 7 if how == "greedy" else 0)
-    with pytest.raises(KeyboardInterrupt):
-        cache.engine.greedy(model, ids[:, :1], 12) if how == "greedy" else feed(model, cache, ids[:, :1])
+    if how == "greedy":
+        handle = stop_at(model.model.layers[3], 7)
+        with pytest.raises(KeyboardInterrupt):
+            cache.engine.greedy(model, ids[:, :1], 12)
+    else:
+        handle = stop_at(model.model.layers[3], 0)
+        with pytest.raises(KeyboardInterrupt):
+            feed(model, cache, ids[:, :1])
     handle.remove()
     for again in (
         lambda: feed(model, cache, ids[:, :1]),

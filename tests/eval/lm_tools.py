@@ -116,10 +116,10 @@ def choices(docs: int = 4) -> list[Instance]:
     found = []
     for doc in range(docs):
         context = text(doc, 8 + 3 * doc)
+        if doc == 2:
+            context += " "
         answers = ["A", "B", "C"] if doc % 2 else [" " + text(90 + doc, 1 + i) for i in range(3)]
-        found += [
-            instance("loglikelihood", (context + " " * (doc == 2), a), doc, i) for i, a in enumerate(answers)
-        ]
+        found += [instance("loglikelihood", (context, a), doc, i) for i, a in enumerate(answers)]
     found.append(instance("loglikelihood", ("", text(7, 3)), docs))
     return found
 

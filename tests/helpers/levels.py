@@ -92,22 +92,12 @@ def is_nightly(item: pytest.Item) -> bool:
 def quick_cases(items: list[pytest.Item]) -> set[str]:
     """Ids of the tests of the quick level.
 
-    Slow tests are not among them. Of the cases of one parametrised function, the first and the last are: they
-    differ in every parameter. Example: a function with the cases `[a-1]`, `[a-2]`, `[b-1]`, `[b-2]` keeps
-    `[a-1]` and `[b-2]`.
+    Slow tests are not among them. Of each parametrised function there are `CASES_PER_FUNCTION` cases, which
+    `at_most` chooses. All cases of a function with the mark `quick` are there.
     """
-    cases: dict[str, list[str]] = {}
-    quick = set()
-    for item in items:
-        if item.get_closest_marker("quick"):
-            quick.add(item.nodeid)
-        if is_slow(item):
-            continue
-        function = item.nodeid.partition("[")[0]
-        cases.setdefault(function, []).append(item.nodeid)
-    for ids in cases.values():
-        quick.update(spread(ids, CASES_PER_FUNCTION))
-    return quick
+    marked = [item for item in items if item.get_closest_marker("quick")]
+    few = at_most([item for item in items if not is_slow(item)], CASES_PER_FUNCTION)
+    return {item.nodeid for item in marked + few}
 
 
 def is_slow(item: pytest.Item) -> bool:
@@ -119,20 +109,13 @@ def is_slow(item: pytest.Item) -> bool:
     return any(name in SLOW_FIXTURES for name in getattr(item, "fixturenames", ()))
 
 
-def spread(values: list[str], most: int) -> list[str]:
-    """At most `most` (two or more) of the values, from the first to the last at equal distances."""
-    if len(values) <= most:
-        return values
-    last = len(values) - 1
-    return [values[round(step * last / (most - 1))] for step in range(most)]
-
-
 def at_most(items: list[pytest.Item], most: int) -> list[pytest.Item]:
     """At most `most` cases of each parametrised function, in the order of `items`.
 
     The cases kept show as many values of each parameter as possible. Functions over the same methods keep
     different methods. Example: of a function with the parameters a = 1, 2, 3 and b = x, y, three cases show
-    all five values.
+    all five values. The tuples of a list count as different in all of their values, also where they share
+    one.
     """
     functions: dict[str, list[pytest.Item]] = {}
     for item in items:

@@ -182,7 +182,8 @@ class PackedMiniCache(Packed, MiniCache):
             for i, (x, y) in enumerate(vectors):
                 own = unit(x) if i in apart else slerp(unit(x), unit(y), angles[i], self.t)
                 directions.tokens.append([own, False])
-                natives.tokens += [[y, False]] * (i in apart)
+                if i in apart:
+                    natives.tokens.append([y, False])
                 held.append((*pairs[i], x.norm(), y.norm(), i in apart))
             directions.flush()
             natives.flush()

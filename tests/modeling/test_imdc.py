@@ -5,6 +5,7 @@ oracle are in test_oracles_imdc.py, schedules in test_imdc_schedule.py.
 """
 
 from dataclasses import replace
+from fractions import Fraction
 
 import pytest
 import torch
@@ -205,7 +206,7 @@ def test_adaptive_gives_more_to_layers_that_retain_more(tools):
     model(ids[:, : plan.boundaries[1]], past_key_values=cache)
     layers = cache.groups[0].layers
     for index, layer in enumerate(layers):
-        layer.retention = layer.retention * 0 + (index == 3)
+        layer.retention = Fraction(1 if index == 3 else 0)
     model(ids[:, plan.boundaries[1] : plan.boundaries[2]], past_key_values=cache)
     first, before, now = plan.memory[0][0], plan.memory[0][1], plan.memory[0][2]
     there = before + chunk_sizes(plan)[2]

@@ -296,7 +296,8 @@ class Conversation:
     def padding_mask(self, columns, padding, side):
         mask = torch.ones(len(self.rows), columns, dtype=torch.long)
         for row in range(len(self.rows) if padding else 0):
-            count = min(padding[row % len(padding)], columns - (self.mask.shape[1] == 0))
+            most = columns - 1 if self.mask.shape[1] == 0 else columns
+            count = min(padding[row % len(padding)], most)
             if side == "left":
                 mask[row, :count] = 0
             elif side == "right":

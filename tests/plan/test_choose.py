@@ -120,6 +120,27 @@ def test_heads_that_stay_give_no_order_and_forbidden_roles_may_not_reach():
     assert [frontier.cost_of(units, 2) for units in range(6)] == [0, 0.25, 0.25, 0.75, 0.75, None]
 
 
+def cost_of_plan(plan, total):
+    """The cost of a plan's roles and bits; `total` is from `total_costs`."""
+    bits = plan.bits or [16] * len(plan.lead)
+    cost = 0.0
+    for layer, row in enumerate(plan.lead):
+        for head, lead in enumerate(row):
+            cost += cost_of_pair(total, lead, layer, head, bits[layer])
+    return cost
+
+
+def cost_of_pair(total, lead, layer, head, bits):
+    if lead is None:
+        return total["window"][layer, head]
+    if lead == layer:
+        return total["lead4"][layer, head] if bits == 4 else 0.0
+    cost = total["in_place"][lead, layer, head]
+    if bits == 4:
+        cost += total["follow4"][layer, head]
+    return cost
+
+
 def test_bits_are_chosen_with_the_roles():
     """Bits are chosen with the roles.
 
@@ -136,15 +157,7 @@ def test_bits_are_chosen_with_the_roles():
     assert plan.saving(100_000, **windows) >= 0.75 - 0.01
     found = plan.provenance
     assert found["plan_cost_bound"] <= found["plan_cost"] < found["plan_cost_without_4_bits"]
-    total = total_costs(costs.tensors, 0.5)
-    cost = sum(
-        total["window"][layer, head] if lead is None
-        else (total["lead4"][layer, head] if plan.bits[layer] == 4 else 0.0) if lead == layer
-        else total["in_place"][lead, layer, head]
-        + (total["follow4"][layer, head] if plan.bits[layer] == 4 else 0.0)
-        for layer, row in enumerate(plan.lead) for head, lead in enumerate(row)
-    )  # fmt: skip
-    assert cost == pytest.approx(found["plan_cost"])
+    assert cost_of_plan(plan, total_costs(costs.tensors, 0.5)) == pytest.approx(found["plan_cost"])
     beyond = explore_args(bits="16,4", roles="follow", target_saving=0.45, budget_length=100_000)
     assert (
         choose(costs, replace(beyond, target_saving=0.7), windows).plan.provenance["plan_cost_without_4_bits"]
@@ -181,12 +194,7 @@ def test_the_curve_with_bits_says_what_its_plans_cost_and_what_forbidding_costs(
         packed = [bits == 4 for bits in plan.bits or [16] * 5]
         assert point["packed_layers"] == [layer for layer in range(5) if packed[layer]]
         assert point["saving"] == plan.saving(2048, **WINDOWS)
-        own = sum(
-            total["window"][layer, head] if lead is None
-            else packed[layer] * total["lead4"][layer, head] if lead == layer
-            else total["in_place"][lead, layer, head] + packed[layer] * total["follow4"][layer, head]
-            for layer, row in enumerate(plan.lead) for head, lead in enumerate(row)
-        )  # fmt: skip
+        own = cost_of_plan(plan, total)
         assert point["cost"] == pytest.approx(own)
         assert set(point["cost_without"]) == {"follow", "window", "4_bits"}
         assert all(

@@ -147,10 +147,11 @@ def test_pieces_are_cut_anew(tmp_path, monkeypatch):
     whole = {kind: torch.arange(7.0) + 10 * number for number, kind in enumerate((MASTER, *MOMENTS))}
     for rank, (start, stop) in enumerate([(0, 3), (3, 6), (6, 7)]):
         own = [Piece("a/b", (7,), start, {kind: held[start:stop] for kind, held in whole.items()})]
-        own += [piece("c", (1, 2), 0, [8.0, 9.0])] * (rank == 2)
-        written = []
+        if rank == 2:
+            own.append(piece("c", (1, 2), 0, [8.0, 9.0]))
+        count, written = len(own), []
         write_pieces(tmp_path, rank, own, lambda: written.append(1))  # noqa: B023  called at once
-        assert own == [] and len(written) == 1 + (rank == 2)
+        assert own == [] and len(written) == count
     for start, stop in [(0, 7), (2, 4), (5, 7), (3, 3)]:
         got = Piece("a/b", (7,), start, {kind: torch.full((stop - start,), torch.nan) for kind in whole})
         read_pieces(tmp_path, [got])

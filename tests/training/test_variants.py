@@ -166,9 +166,10 @@ def test_configuration_without_weights_is_the_loaded_models(args, start, tmp_pat
     assert config.max_position_embeddings == (128 if scaled else 64)
     shares = {"auto": 0, "auto+plan": 3, "dense": 0, "pod": 3, "cla": 4, "cla4": 6, "window": 0}
     assert planned.num_followers == shares[layout]
-    assert (planned.bits, planned.num_windows) == (
-        ((16, 8, 4, 16), 2) if plan else (None, 8 * (layout == "window"))
-    )
+    if plan:
+        assert (planned.bits, planned.num_windows) == ((16, 8, 4, 16), 2)
+    else:
+        assert (planned.bits, planned.num_windows) == (None, 8 if layout == "window" else 0)
 
 
 def test_the_plan_of_the_output_folder_is_for_pod_only(args, start, tmp_path):

@@ -136,7 +136,11 @@ def make_data(
     generator = np.random.default_rng(seed)
     packed = []
     for _ in range(rows):
-        lengths = [9] if empty_tail else [context] if one_document else []
+        lengths = []
+        if empty_tail:
+            lengths = [9]
+        elif one_document:
+            lengths = [context]
         while not empty_tail and sum(lengths) < context - 3:
             lengths.append(int(min(generator.integers(3, 25), context - sum(lengths))))
         packed.append([generator.integers(0, VOCAB // 4, length).astype(np.int32) for length in lengths])

@@ -50,7 +50,7 @@ def train_until(name, out, folder, data, settings, stop=None) -> None:
         trainer.cursor.load_state_dict(cursor)
         result["loaded_again"] = optimizer_hash(trainer)
     if stop is not None:
-        step = stop - (trainer.args.gradient_accumulation_steps == 1)
+        step = stop - 1 if trainer.args.gradient_accumulation_steps == 1 else stop
         trainer.engine.module.loss_head.register_forward_pre_hook(signal_in_step(trainer, step))
     state = trainer.train()
     result |= {"step": state.step, "rows": state.cursor["position"], "saved": optimizer_hash(trainer)}
@@ -242,7 +242,10 @@ def damaged(out, data) -> None:
     whole = file.read_bytes()
     for case, content in (("cut", whole[:-100]), ("header", whole[:100]), ("gone", None)):
         if rank == 0:
-            file.write_bytes(content) if content else file.unlink()
+            if content is None:
+                file.unlink()
+            else:
+                file.write_bytes(content)
         result[case] = _refusal(folder, data, BASE)
     if rank == 0:
         file.write_bytes(whole)

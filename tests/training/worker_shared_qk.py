@@ -80,7 +80,8 @@ def main(out: Path) -> None:
     tiny.run_ranks(4, one_step, "sp4_recompute_tiled", out, recompute, data, (6, 3), True)
     modes = ("keep", "offload", "recompute")
     batches = [
-        {"shared_qk": mode, "mlp_tile_tokens": 10 * (mode != "keep"), "micro_batch_size": 2} for mode in modes
+        {"shared_qk": mode, "mlp_tile_tokens": 0 if mode == "keep" else 10, "micro_batch_size": 2}
+        for mode in modes
     ]
     runs = [(f"dp2_{batch['shared_qk']}", batch) for batch in batches]
     runs.append(("dp2_host_optimizer", {"offload_optimizer": "cpu", "micro_batch_size": 2}))

@@ -273,7 +273,7 @@ class Checkpointer:
         until = [path for path in step_folders(self.folder) if step_of(path) <= step_of(newest)]
         own = [path for path in until if run_of(path) == self._run]
         for old in own[: -self.args.keep_last]:
-            kept_for_good = every and step_of(old) % every == 0
+            kept_for_good = every > 0 and step_of(old) % every == 0
             if not kept_for_good:
                 _remove(old)
 

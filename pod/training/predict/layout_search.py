@@ -136,8 +136,8 @@ class ParallelLayout:
     @property
     def fits(self) -> bool:
         """Whether the layout fits into the devices' memory and into host memory."""
-        host = self.host_bytes_per_machine <= HOST_SHARE * self.machine.host_gib * GIB
-        return self.share <= self.limit and host
+        fits_host = self.host_bytes_per_machine <= HOST_SHARE * self.machine.host_gib * GIB
+        return self.share <= self.limit and fits_host
 
 
 def this_machine(
@@ -462,21 +462,24 @@ def details(layout: ParallelLayout) -> str:
     lines = {
         "plan": _plan(layout),
         "peak": _parts(layout.memory) + " GiB per rank",
-        "offload": _parts(layout.host) + " GiB of host memory per rank",
-        "disk": f"{disk} GiB per checkpoint, {args.keep_last} kept, one more while writing",
-        "step": f"{parts} s at {figures}: {time.overlapped:,.3f} if traffic overlaps compute, "
-        f"{time.sequential:,.3f} if not",
     }
-    return _lines({name: text for name, text in lines.items() if not text.startswith(" ")})
+    if any(layout.host.values()):
+        lines["offload"] = _parts(layout.host) + " GiB of host memory per rank"
+    lines["disk"] = f"{disk} GiB per checkpoint, {args.keep_last} kept, one more while writing"
+    lines["step"] = (
+        f"{parts} s at {figures}: {time.overlapped:,.3f} if traffic overlaps compute, "
+        f"{time.sequential:,.3f} if not"
+    )
+    return _lines(lines)
 
 
 def _plan(layout: ParallelLayout) -> str:
     """The roles of the plan's heads, and how evenly the ranks share attention."""
     job, size = layout.job, layout.job.args.sequence_parallel_size
     roles = [roles_of(job.lead, layer) for layer in range(job.shapes.layers)]
-    leads, follow, windows = (
-        sum(len(getattr(one, kind)) for one in roles) for kind in ("leads", "followers", "windows")
-    )
+    leads = sum(len(one.leads) for one in roles)
+    follow = sum(len(one.followers) for one in roles)
+    windows = sum(len(one.windows) for one in roles)
     alone = rank_attention_flops(replace(job, args=replace(job.args, sequence_parallel_size=1)))
     share = rank_attention_flops(job) * size / alone
     return (

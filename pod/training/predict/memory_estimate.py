@@ -216,9 +216,8 @@ class _Step:
         self.job, self.wide, self.size = job, 4 // size, size
         self.recomputes, self.full = args.gradient_checkpointing == "full", args.method == "full"
         groups = shapes.query_heads // (shapes.kv_heads * job.shares.repeats)
-        self.hidden, self.inner = (
-            job.tokens * width * size for width in (shapes.hidden, shapes.intermediate)
-        )
+        self.hidden = job.tokens * shapes.hidden * size
+        self.inner = job.tokens * shapes.intermediate * size
         self.key = job.tokens * args.sequence_parallel_size * shapes.head_dim * job.heads_per_rank * size
         self.query = self.key * groups
         self.shared_head = self.key * (2 if shapes.layout == "cla" else groups + 1) // shapes.kv_heads
@@ -406,7 +405,8 @@ class _Step:
         if args.zero_stage != 3 or (self.job.world.size == 1 and args.offload_parameters == "none"):
             return 0
         each, room = shapes.layer_parameters, REUSE_ELEMENTS - 2 * shapes.embedding_parameters
-        kept = 0 if room <= 0 else min(shapes.layers, 1 + room // ((3 if self.recomputes else 2) * each))
+        uses = 3 if self.recomputes else 2
+        kept = min(shapes.layers, 1 + room // (uses * each)) if room > 0 else 0
         waiting = max(0, kept - (shapes.layers - 1 - layer))
         elements = now + (max(0, waiting - 1) if in_layer else waiting) * each
         elements += min(optimization.PREFETCH_ELEMENTS, max(0, layer - waiting) * each)

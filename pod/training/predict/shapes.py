@@ -51,8 +51,9 @@ class Shapes:
     def from_config(cls, config: Any) -> "Shapes":
         """The sizes in a PodConfig, or in the configuration of a Llama, which has no plan."""
         layout = getattr(config, "layout", "pod")
-        names = "num_experts", "num_experts_per_tok", "moe_intermediate_size"
-        experts, used, inner = (getattr(config, name, 0) for name in names)
+        experts = getattr(config, "num_experts", 0)
+        used = getattr(config, "num_experts_per_tok", 0)
+        inner = getattr(config, "moe_intermediate_size", 0)
         return cls(
             hidden=config.hidden_size,
             layers=config.num_hidden_layers,

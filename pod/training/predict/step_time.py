@@ -331,7 +331,7 @@ def all_to_all_bytes(job: TrainingJob) -> int:
     args, lead = job.args, job.lead
     if args.sequence_parallel_size == 1:
         return 0
-    passes = 1 + (args.gradient_checkpointing == "full")
+    passes = 2 if args.gradient_checkpointing == "full" else 1
     once = exchanged_bytes(job)
     total = passes * (once["to_heads"] + once["to_sequence"])
     total += once["to_heads_backward"] + once["to_sequence_backward"]

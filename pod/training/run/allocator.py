@@ -33,8 +33,9 @@ def expand_segments() -> str:
     global _said
     given = next((name for name in VARIABLES if os.environ.get(name)), None)
     if given is not None:
-        is_ours = _said and os.environ[given] == EXPANDABLE
-        _said = _said if is_ours else f"{given}={os.environ[given]}, as the environment says"
+        is_ours = _said != "" and os.environ[given] == EXPANDABLE
+        if not is_ours:
+            _said = f"{given}={os.environ[given]}, as the environment says"
     elif os.environ.get(_REGISTERS, "0").lower() not in ("", "0", "false", "no"):
         _said = f"PyTorch's default, as {_REGISTERS} is set"
     elif "torch" in sys.modules:

@@ -22,8 +22,9 @@ def fuse_layers(model: Any) -> None:
     def gated(gate: Tensor, up: Tensor) -> Tensor:
         return activation(gate) * up
 
-    functions: list[Any] = [rms_norm, rotate_whole, gated]
-    norm, rotation, gate = (torch.compile(one, dynamic=True) for one in functions)
+    norm = torch.compile(rms_norm, dynamic=True)
+    rotation = torch.compile(rotate_whole, dynamic=True)
+    gate = torch.compile(gated, dynamic=True)
     model.model.rotate = lambda x, tables: rotation(x, *tables)
     for module in model.modules():
         if isinstance(module, RMSNorm):

@@ -36,8 +36,9 @@ class LossSpikeDetector:
 
         It is infinity when `spike_factor` is 0, and until a quarter of `spike_window` good steps are known.
         """
-        known = self.args.spike_factor and 4 * len(self.losses) >= self.args.spike_window
-        return self.args.spike_factor * statistics.median(self.losses) if known else math.inf
+        if not self.args.spike_factor or 4 * len(self.losses) < self.args.spike_window:
+            return math.inf
+        return self.args.spike_factor * statistics.median(self.losses)
 
     def is_spike(self, loss: float) -> bool:
         """Whether `loss` is a spike, before the update of its step. NaN and infinity are no spikes."""

@@ -82,14 +82,17 @@ def from_rank_0(function: Callable[[], Any]) -> Any:
         return function()
     with ThreadPoolExecutor(1) as pool:
         work = pool.submit(function) if dist.get_rank() == 0 else None
-        found: list[Any] = [False, None, None]
+        found: list[Any] = [False, None, None]  # whether it is done, its result, its error in words
         # While rank 0 works, all ranks meet in short waits, so that none runs into a time limit.
         while not found[0]:
             if work is not None and work.done():
                 error = work.exception()
-                if error is not None and not isinstance(error, (ValueError, OSError)):
+                if error is None:
+                    found = [True, work.result(), None]
+                elif isinstance(error, (ValueError, OSError)):
+                    found = [True, None, str(error)]
+                else:
                     raise error
-                found = [True, None if error else work.result(), error and str(error)]
             dist.broadcast_object_list(found, src=0)
             time.sleep(0 if found[0] else 0.02)
     if found[2] is not None:

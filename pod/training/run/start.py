@@ -175,7 +175,8 @@ def estimate(recipe: Recipe, machine: Machine) -> str:
             preflight.check_length(asked, length, recipe.data_dir)
         with _refusal_in(notes):
             preflight.check_epochs(layout.job, rows)
-    text = table(layout, rows and rows * length, recipe.data.target_tokens)
+    data_tokens = None if rows is None else rows * length
+    text = table(layout, data_tokens, recipe.data.target_tokens)
     return "\n".join([*(f"note: {line}" for line in notes), text, details(layout)])
 
 

@@ -37,7 +37,7 @@ def split_evenly(total: int, parts: int) -> list[int]:
     Example: 10 items in 4 parts give 3, 3, 2, 2.
     """
     quotient, remainder = divmod(total, parts)
-    return [quotient + (index < remainder) for index in range(parts)]
+    return [quotient + 1] * remainder + [quotient] * (parts - remainder)
 
 
 def own_slice(sizes: Sequence[int], index: int) -> slice:
@@ -163,12 +163,13 @@ def _balance(order: list[int], work: Sequence[int], ranks: Sequence[int], free: 
         loads = _loads(order, work, ranks)
         busiest = loads.index(max(loads))
         found = (loads[busiest], 0, 0)
-        for here in free:
-            for there in free:
-                if ranks[here] == busiest != ranks[there]:
-                    moved = work[order[here]] - work[order[there]]
-                    most = max(loads[busiest] - moved, loads[ranks[there]] + moved)
-                    found = min(found, (most, here, there))
+        of_busiest = [place for place in free if ranks[place] == busiest]
+        of_others = [place for place in free if ranks[place] != busiest]
+        for here in of_busiest:
+            for there in of_others:
+                moved = work[order[here]] - work[order[there]]
+                most = max(loads[busiest] - moved, loads[ranks[there]] + moved)
+                found = min(found, (most, here, there))
         most, here, there = found
         if most == loads[busiest]:
             return
@@ -218,6 +219,15 @@ class _TakesGradients(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grad_outputs):
         return grad_outputs[0], *(torch.zeros_like(other) for other in ctx.saved_tensors)
+
+
+def _whole_row(parts: Sequence[Tensor]) -> Tensor:
+    """Heads [B, heads, n, d] of a whole row.
+
+    Args:
+        parts: the slice of the row from every peer, [places, B, heads of a place, n_local, d].
+    """
+    return torch.cat([part.transpose(0, 1) for part in parts], dim=3).flatten(1, 2)
 
 
 class Ulysses:
@@ -302,11 +312,8 @@ class Ulysses:
         mine = self.kv_counts[self.rank]
         incoming = [(mine, batch, sum(widths), length, dim) for length in self.lengths]
         pieces = [piece.split(widths, dim=2) for piece in self._exchange("to_heads", outgoing, incoming)]
-        query, key, value = (
-            torch.cat([part.transpose(0, 1) for part in parts], dim=3).flatten(1, 2)
-            for parts in zip(*pieces, strict=True)
-        )
-        return query, key, value
+        queries_of, keys_of, values_of = zip(*pieces, strict=True)  # of every peer
+        return _whole_row(queries_of), _whole_row(keys_of), _whole_row(values_of)
 
     def own_sink(self, layer: int, q: Tensor, sink: Sink) -> tuple[Tensor, Sink]:
         """The queries [B,Hq_local,n,d] as they are, and the sink of this rank's heads.
