@@ -78,7 +78,7 @@ def test_methods_that_compress_by_prompt_take_single_tokens(spec, dense_model, t
 
 
 @pytest.mark.parametrize("spec", ["streamingllm", "lm_infinite"])
-def test_unbounded_methods_do_not_depend_on_far_positions(spec, dense_model):
+def test_methods_that_read_any_length_do_not_depend_on_far_positions(spec, dense_model):
     """Unbounded methods do not depend on far positions.
 
     The text is periodic. The NLL of a period repeats exactly once the window is full; if the sinks' distances
