@@ -13,8 +13,9 @@ from own_runs import make_run, measure, write_place
 import pod
 from pod.eval.answer import score
 from pod.eval.answer.methods import find_method
-from pod.eval.answer.score import ends_of, score_stream, token_scores
+from pod.eval.answer.score import ends_of, score_stream
 from pod.eval.runner import check_caches
+from pod.modeling.token_scores import token_scores
 from pod.models import resolve_model
 
 OPTIONS = {"length": 300, "sequences": 3, "prompt_tokens": 40, "every": 64, "chunk_size": 50}
