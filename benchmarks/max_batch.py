@@ -28,7 +28,7 @@ from gpu_tools import DeviceLost, choose_device, finish, goal_row, header, is_lo
 
 from pod.bench.args import FULL, bench_method
 from pod.bench.decode_speed import Bench, free, make_cache
-from pod.bench.run import load, what_to_measure
+from pod.bench.run import load, plan_bench
 from pod.errors import one_line
 from pod.eval.answer.methods import EvaluatedMethod
 from pod.measure.max_batch import Tries, search
@@ -119,12 +119,12 @@ def main(arguments: argparse.Namespace) -> int:
     recipe = load_recipe("bench_llama3_8b", ["bench.stock=false", *(TINY if arguments.tiny else ())])
     prompts, generated = ([32, 128], 128) if arguments.tiny else ([2048, 4096, 8192, 16384], 8192)
     limit = _TINY_LIMIT if arguments.tiny else None
-    measured = what_to_measure(recipe)
-    bench = load(recipe, measured, [device])
+    bench_plan = plan_bench(recipe)
+    bench = load(recipe, bench_plan, [device])
     result = header("max_batch", device, arguments.tiny)
     result |= {
         "shapes": recipe.bench.shapes,
-        "plan": measured.plan_source,
+        "plan": bench_plan.plan_source,
         "generated": generated,
         "lengths": [],
         "rows": [],

@@ -21,7 +21,7 @@ from pod.bench.args import STOCK, EvaluatedMethod
 from pod.bench.decode_bytes import needed
 from pod.bench.decode_speed import Bench, compare
 from pod.bench.dense_decode import dense_peers
-from pod.bench.run import load, table, what_to_measure
+from pod.bench.run import load, plan_bench, table
 from pod.errors import one_line
 from pod.measure.measured_memory import free_memory
 from pod.recipe import Recipe, load_recipe
@@ -90,9 +90,9 @@ def main(arguments: argparse.Namespace) -> int:
     batch, length = recipe.bench.batch_sizes[0], recipe.bench.lengths[0]
     result = header("tokens_per_second", device, arguments.tiny)
     result |= {"batch": batch, "length": length, "methods": {}, "rows": []}
-    measured = what_to_measure(recipe)
-    result["plan"] = measured.plan_source
-    bench = load(recipe, measured, [device])
+    bench_plan = plan_bench(recipe)
+    result["plan"] = bench_plan.plan_source
+    bench = load(recipe, bench_plan, [device])
     what = f"tokens/s, {recipe.bench.shapes}, {length:,} tokens, batch {batch}"
     backend = None
     with dense_peers():

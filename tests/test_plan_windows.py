@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import pod
-from pod.bench.run import load, what_to_measure
+from pod.bench.run import load, plan_bench
 from pod.eval.answer.model_set import Models
 from pod.eval.lm.command import CommandLM
 from pod.modeling.model.sink_constants import SinkConstants
@@ -102,7 +102,7 @@ def windows_in_evaluation(recipe):
 
 
 def windows_in_bench(recipe):
-    sizes = what_to_measure(recipe)[0]
+    sizes = plan_bench(recipe)[0]
     assert set(sizes.windows) == {(sizes.plan.num_sink_tokens, sizes.plan.num_recent_tokens)}
     return windows_of(sizes.plan)
 
@@ -154,7 +154,7 @@ def test_evaluation_and_bench_load_the_constants(plan, file):
     recipe = recipe_with(file, f"model.plan={file}")
     evaluated = Models(replace(recipe, eval=replace(recipe.eval, methods=["full", "pod-unadapted"])))
     assert evaluated.get("unadapted").model.layers[1].self_attn.sinks.tolist() == [1.0] * 4
-    planned = load(recipe, what_to_measure(recipe), [torch.device("cpu")]).planned
+    planned = load(recipe, plan_bench(recipe), [torch.device("cpu")]).planned
     assert planned.config.sinks == "constant" and planned.model.layers[1].self_attn.sinks.shape == (4,)
 
 

@@ -32,7 +32,7 @@ from pod.bench.dense_decode import candidates
 from pod.errors import one_line
 from pod.eval.answer.methods import EvaluatedMethod
 from pod.measure.random_cache import fill_with_random_tokens
-from pod.measure.speed_comparison import Runner, race, spread
+from pod.measure.speed_comparison import RaceEntry, race, spread
 from pod.modeling.placement import is_spread, places_of
 from pod.notation import parse
 from pod.registry.combine import has_decode_engine
@@ -102,14 +102,14 @@ def make_cache(
     return cache, None
 
 
-# -- runners -------------------------------------------------------------------------------------------------
+# -- entries -------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
-def make_runner(
+def make_entry(
     bench: Bench, method: EvaluatedMethod, batch: int, length: int, capacity: int, backend: str = "auto"
-) -> tuple[Runner, str | None]:
-    """A runner whose cache holds ``length`` tokens, and a note for the report (None = nothing to say).
+) -> tuple[RaceEntry, str | None]:
+    """An entry whose cache holds ``length`` tokens, and a note for the report (None = nothing to say).
 
     It is warmed up: kernels are compiled and graphs are captured. Arguments and errors are those of
     `make_cache`, with ``batch`` rows.
@@ -128,7 +128,7 @@ def make_runner(
         model = bench.model_of(method)
         cache, note = make_cache(bench, method, length, capacity, backend)
         fill_with_random_tokens(model, cache, batch, length - _WARM_UP, method.options.get("skip_share", 0.0))
-    one = Runner(method.name, model, cache, torch.zeros(batch, 1, dtype=torch.long, device=model.device))
+    one = RaceEntry(method.name, model, cache, torch.zeros(batch, 1, dtype=torch.long, device=model.device))
     one.decode(_WARM_UP)
     return one, note
 
@@ -156,7 +156,7 @@ def fastest_backend(bench: Bench, batch: int, length: int) -> tuple[str, dict[st
     tried: dict[str, Any] = {}
     for name in candidates(bench.device):
         try:
-            one, _ = make_runner(bench, FULL, batch, length, length + 2 * _TRIAL_STEPS, name)
+            one, _ = make_entry(bench, FULL, batch, length, length + 2 * _TRIAL_STEPS, name)
             tried[name] = min(one.decode(_TRIAL_STEPS) for _ in range(2)) / _TRIAL_STEPS
         except Exception as error:  # noqa: BLE001 - compilers and drivers raise anything; the others go on
             tried[name] = one_line(error, with_class=True, limit=400)
@@ -196,7 +196,7 @@ def compare(
     tried: dict[str, Any] = {}
     if backend is None:
         backend, tried = fastest_backend(bench, batch, length)
-    full, _ = make_runner(bench, FULL, batch, length, capacity, backend)
+    full, _ = make_entry(bench, FULL, batch, length, capacity, backend)
     about: dict[str, Any] = {"backend": backend, "tried": tried, **why_slower_path(full)}
     held = full.cache.nbytes_by_part()
     found = {}
@@ -220,8 +220,8 @@ def races_on(device: torch.device) -> int:
     return 1 if device.type == "cpu" else 2
 
 
-def why_slower_path(one: Runner) -> dict[str, str | None]:
-    """Why a runner has no CUDA graph (``no_graph``) and no fused kernels (``no_fused``).
+def why_slower_path(one: RaceEntry) -> dict[str, str | None]:
+    """Why an entry has no CUDA graph (``no_graph``) and no fused kernels (``no_fused``).
 
     A reason is None where it has them.
     """
@@ -233,9 +233,9 @@ def why_slower_path(one: Runner) -> dict[str, str | None]:
 
 
 @contextmanager
-def plainly(runners: Sequence[Runner]) -> Iterator[None]:
+def plainly(entries: Sequence[RaceEntry]) -> Iterator[None]:
     """Let the engines work without graphs and fused kernels while the block runs."""
-    engines = [engine for one in runners if (engine := getattr(one.cache, "engine", None)) is not None]
+    engines = [engine for one in entries if (engine := getattr(one.cache, "engine", None)) is not None]
     for engine in engines:
         engine.plain = True
     try:
@@ -246,11 +246,11 @@ def plainly(runners: Sequence[Runner]) -> Iterator[None]:
 
 
 def compare_speed(
-    bench: Bench, full: Runner, method: EvaluatedMethod, batch: int, capacity: int
+    bench: Bench, full: RaceEntry, method: EvaluatedMethod, batch: int, capacity: int
 ) -> dict[str, Any]:
     """The figures of a method that races the dense cache. Both begin at the dense cache's present length."""
     length, args = full.cache.get_seq_length(), bench.args
-    one, note = make_runner(bench, method, batch, length, capacity)
+    one, note = make_entry(bench, method, batch, length, capacity)
     race([full, one], args.steps, args.repeats)
     if one.failed is not None:
         raise one.failed
@@ -274,12 +274,12 @@ def compare_speed(
     return result
 
 
-def _speeds(full: Runner, one: Runner, tokens: int) -> dict[str, Any]:
+def _speeds(full: RaceEntry, one: RaceEntry, tokens: int) -> dict[str, Any]:
     """The speeds in the race that the dense cache and a method have just run, each as a `spread`.
 
     Args:
-        full: the runner of the dense cache.
-        one: the runner of the method.
+        full: the entry of the dense cache.
+        one: the entry of the method.
         tokens: how many tokens each of them decoded in each round, over all rows.
     """
     pairs = list(zip(full.seconds, one.seconds, strict=True))
@@ -290,7 +290,7 @@ def _speeds(full: Runner, one: Runner, tokens: int) -> dict[str, Any]:
     }
 
 
-def _raced_plainly(full: Runner, one: Runner, args: BenchArgs, tokens: int) -> dict[str, Any]:
+def _raced_plainly(full: RaceEntry, one: RaceEntry, args: BenchArgs, tokens: int) -> dict[str, Any]:
     """The speeds when both race again, without graphs and fused kernels."""
     with plainly([full, one]):
         race([full, one], args.steps, args.repeats)

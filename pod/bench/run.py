@@ -52,12 +52,12 @@ def estimate(recipe: "Recipe") -> str:
 
     A line has the size of the cache, the bytes that a step reads, and the ceiling of the speed over dense.
     """
-    args, measured = recipe.bench, what_to_measure(recipe)
+    args, bench_plan = recipe.bench, plan_bench(recipe)
     if not re.fullmatch(_USUAL_DEVICES, args.device):
         rank_devices(args.device, "bench.device")  # refuses a text that names no device
-    sizes, plan = measured.sizes, measured.sizes.plan
+    sizes, plan = bench_plan.sizes, bench_plan.sizes.plan
     lines = [
-        f"Plan: {measured.describe()}",
+        f"Plan: {bench_plan.describe()}",
         f"Weights: {sizes.weights / 1e9:.2f} GB, of which a decode step reads {sizes.read / 1e9:.2f} GB. "
         f"{plan.num_followers} of {plan.num_pairs} (layer, KV head) pairs follow, "
         f"{plan.num_windows} keep their window.",
@@ -76,7 +76,7 @@ def estimate(recipe: "Recipe") -> str:
     return "\n".join(lines)
 
 
-class MeasuredSpeed(NamedTuple):
+class BenchPlan(NamedTuple):
     """What `pod bench` measures: a model's sizes, its plan and its limits.
 
     Attributes:
@@ -100,7 +100,7 @@ class MeasuredSpeed(NamedTuple):
         return f"{self.plan_source}; windows of {sinks} sink and {recent} recent tokens."
 
 
-def what_to_measure(recipe: "Recipe") -> MeasuredSpeed:
+def plan_bench(recipe: "Recipe") -> BenchPlan:
     """What the recipe asks to measure.
 
     The plan is that of model.plan, else an export's own, else the one in <output_dir>/plan, else a generated
@@ -143,7 +143,7 @@ def what_to_measure(recipe: "Recipe") -> MeasuredSpeed:
     near = windows["num_sink_tokens"], windows["num_recent_tokens"]
     sizes = Sizes.of(config, plan, near, _ELEMENT[model.dtype])
     is_export = args.shapes is None and stored.model_type == "pod"
-    return MeasuredSpeed(sizes, source, config.max_position_embeddings, near, is_export)
+    return BenchPlan(sizes, source, config.max_position_embeddings, near, is_export)
 
 
 def _with_sinks(plan: SharingPlan, windows: dict[str, Any], sinks: str | None, config: Any) -> SharingPlan:
@@ -173,7 +173,7 @@ def _places(recipe: "Recipe") -> dict[str, str]:
     return {} if recipe.model.gguf_file is None else {"gguf_file": recipe.model.gguf_file}
 
 
-def load(recipe: "Recipe", measured: MeasuredSpeed, devices: "Sequence[torch.device]") -> "Bench":
+def load(recipe: "Recipe", bench_plan: BenchPlan, devices: "Sequence[torch.device]") -> "Bench":
     """The dense, the planned and the stock model, all with the same weights.
 
     The weights are random (bench.shapes), or those of model.path. For an export, or without bench.stock,
@@ -197,7 +197,7 @@ def load(recipe: "Recipe", measured: MeasuredSpeed, devices: "Sequence[torch.dev
     torch.manual_seed(recipe.seed)
     source: Any = None if args.shapes is not None else resolve_model(model.path)
     config: Any = random_config(args) if source is None else read_config(source, model.gguf_file)
-    where = _where(recipe, measured, config, devices)
+    where = _where(recipe, bench_plan, config, devices)
     stock: Any = None
     of_stock = stock_device_map(config, where["device_map"]) if "device_map" in where else where["device"]
     if source is None:
@@ -208,14 +208,14 @@ def load(recipe: "Recipe", measured: MeasuredSpeed, devices: "Sequence[torch.dev
             names = {module: str(one) for module, one in of_stock.items()}
             skipped = stock._skip_keys_device_placement
             dispatch_model(stock, names, devices[0], skip_keys=skipped)  # type: ignore
-    elif not measured.is_export:
+    elif not bench_plan.is_export:
         options |= {"device_map": of_stock, **_places(recipe)}
         stock = AutoModelForCausalLM.from_pretrained(source, **options)
         source = stock
-    dense = pod.load_model(source, None, *measured.windows, layout="dense", dtype=dtype, **where)
-    planned = pod.load_model(dense, plan=measured.sizes.plan)
+    dense = pod.load_model(source, None, *bench_plan.windows, layout="dense", dtype=dtype, **where)
+    planned = pod.load_model(dense, plan=bench_plan.sizes.plan)
     return Bench(
-        args=args, sizes=measured.sizes, dense=dense, planned=planned, stock=stock if args.stock else None
+        args=args, sizes=bench_plan.sizes, dense=dense, planned=planned, stock=stock if args.stock else None
     )
 
 
@@ -228,7 +228,7 @@ def random_config(args: BenchArgs) -> Any:
 
 
 def _where(
-    recipe: "Recipe", measured: MeasuredSpeed, config: Any, devices: "Sequence[torch.device]"
+    recipe: "Recipe", bench_plan: BenchPlan, config: Any, devices: "Sequence[torch.device]"
 ) -> dict[str, Any]:
     """Arguments of `pod.load_model` that say where the models lie: `device`, or `device_map` for several.
 
@@ -275,13 +275,13 @@ def run_bench(recipe: "Recipe") -> dict[str, Any]:
     from pod.bench.dense_decode import dense_peers
     from pod.measure.machine import environment
 
-    args, measured = recipe.bench, what_to_measure(recipe)
-    sizes = measured.sizes
+    args, bench_plan = recipe.bench, plan_bench(recipe)
+    sizes = bench_plan.sizes
     devices = rank_devices(args.device, "bench.device")
     check_available(devices, "bench.device")
-    _check_lengths(args, measured.positions, races_on(devices[0]))
+    _check_lengths(args, bench_plan.positions, races_on(devices[0]))
     no_room = _check_memory(args, sizes, devices)
-    bench = load(recipe, measured, devices)
+    bench = load(recipe, bench_plan, devices)
     for method in args.raced_methods:  # a cache that cannot be made is refused before anything is measured
         for length in args.lengths:
             make_cache(bench, method, length, length)
@@ -293,17 +293,17 @@ def run_bench(recipe: "Recipe") -> dict[str, Any]:
         "environment": environment(),
         "model": args.shapes or recipe.model.path,
         "dtype": recipe.model.dtype,
-        "plan": measured.plan_source,
+        "plan": bench_plan.plan_source,
         "share_followers": sizes.plan.share_followers,
         "share_windows": sizes.plan.share_windows,
-        "windows": list(measured.windows),
+        "windows": list(bench_plan.windows),
         "steps": args.steps,
         "settings": [],
     }
-    print(f"Plan: {measured.describe()}")
+    print(f"Plan: {bench_plan.describe()}")
     with dense_peers():
         for setting in settings(args):
-            reason = _OF_EXPORTS if measured.is_export else no_room.get(setting)
+            reason = _OF_EXPORTS if bench_plan.is_export else no_room.get(setting)
             with_stock = args.stock and reason is None
             methods = [*args.raced_methods, STOCK] if with_stock else args.raced_methods
             found = compare(bench, methods, *setting)

@@ -281,11 +281,11 @@ def _measured(results: list[dict[str, Any]]) -> Iterator[str]:
     if not results:
         return
     tasks = dict.fromkeys(task for one in results for task, part in one["parts"].items() if "value" in part)
-    rows = [
-        [task, next(one["parts"][task]["metric"] for one in results if task in one["parts"])]
-        + [_value(one["parts"].get(task)) for one in results]
-        for task in tasks
-    ]
+    rows = []
+    for task in tasks:
+        parts = [one["parts"].get(task) for one in results]
+        metric = next(part["metric"] for part in parts if part is not None)
+        rows.append([task, metric, *map(_value, parts)])
     titles = ["task", "metric", *(one["title"] for one in results)]
     lines = [f"| {' | '.join(row)} |" for row in (titles, ["---"] * len(titles), *rows)]
     yield "## Measured\n\n" + "\n".join(lines) + "\n\nBrackets hold 95 % intervals."

@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 @dataclass
-class Runner:
+class RaceEntry:
     """A model with a filled cache, and the next token to feed.
 
     Attributes:
@@ -45,7 +45,7 @@ class Runner:
     def trying(self) -> Iterator[None]:
         """Keep an error of the block in `failed`, so that the failure of one method does not stop the others.
 
-        The cache of a runner that failed is freed.
+        The cache of an entry that failed is freed.
         """
         try:
             yield
@@ -101,25 +101,25 @@ def warm_up(model: Any, prompt: Tensor) -> None:
 
 
 @torch.no_grad()
-def read_prompt(runner: Runner, prompt: Tensor) -> None:
-    """Read the prompt [B, n] into the runner's new cache, and note the seconds up to the first token.
+def read_prompt(entry: RaceEntry, prompt: Tensor) -> None:
+    """Read the prompt [B, n] into the entry's new cache, and note the seconds up to the first token.
 
     The time includes the method's compression.
     """
     began = now(prompt.device)
-    runner.token = next_token(runner.model, runner.cache, prompt)
-    runner.prompt_seconds.append(now(prompt.device) - began)
+    entry.token = next_token(entry.model, entry.cache, prompt)
+    entry.prompt_seconds.append(now(prompt.device) - began)
 
 
-def race(runners: Sequence[Runner], steps: int, repeats: int) -> None:
+def race(entries: Sequence[RaceEntry], steps: int, repeats: int) -> None:
     """Run one warm-up round, then `repeats` timed rounds.
 
-    In every round each runner decodes `steps` tokens, one runner after the other. The order moves by one from
-    round to round, so that no runner always finds the processor's caches as the same other runner left them.
-    A runner that fails is out, and the others go on.
+    In every round each entry decodes `steps` tokens, one entry after the other. The order moves by one from
+    round to round, so that no entry always finds the processor's caches as the same other entry left them.
+    An entry that fails is out, and the others go on.
     """
     for turn in range(repeats + 1):
-        for one in in_turns(runners, turn):
+        for one in in_turns(entries, turn):
             with one.trying():
                 if one.failed is None:
                     took = one.decode(steps)

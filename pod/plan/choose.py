@@ -8,6 +8,7 @@ import math
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from pod.modeling.model.llama import PodForCausalLM
 from pod.modeling.model.sharing import GROUP_SIZE, SharingPlan
 from pod.modeling.model.sink_constants import SinkConstants
 from pod.modeling.model.sinks import Sink
+from pod.modeling.token_scores import rows_in, token_scores, wide_logits
 from pod.plan.align_heads import align
 from pod.plan.args import ExploreArgs
 from pod.plan.calibration import with_constants
@@ -41,8 +43,9 @@ from pod.plan.measured_costs import (
 from pod.plan.similarity import dissimilarity, greedy_plan
 from pod.plan.solve import Floats, Frontier, PackedFrontier, solve, solve_packed
 from pod.training.checkpoint.run_identity import sha256_of
-from pod.training.observe.validation import token_scores
 
+_LOGIT_BYTES = 1 << 28
+"""Most bytes of logits in memory at a time."""
 HeadOrder = tuple[tuple[int, ...], ...]
 """For each layer, the original head at each position."""
 
@@ -341,5 +344,10 @@ def _summed_loss(model: PodForCausalLM, tokens: Tensor) -> float:
     ]
     hidden = torch.cat(parts, dim=1)[:, :-1]
     weight = model.lm_head.weight  # whose device need not be that of the tokens
-    losses, _ = token_scores(hidden.to(weight.device), weight, tokens[:, 1:].to(weight.device), 1 << 28)
-    return losses.double().sum().item()
+    found = token_scores(
+        partial(wide_logits, weight=weight),
+        hidden.to(weight.device),
+        tokens[:, 1:].to(weight.device),
+        rows_in(_LOGIT_BYTES, len(weight)),
+    )
+    return -found.logprobs.double().sum().item()

@@ -81,8 +81,8 @@ class Method:
         refuses_pod: why the method cannot be combined with the layout ``pod``; None when it can.
         grows: whether every token that is fed after the prompt adds a slot to the cache. If not, the cache
             drops as many tokens as it takes in.
-        unbounded: whether the distances between tokens stay below a bound that does not depend on the prompt.
-            The prompt may then be longer than what the model was trained on.
+        reads_any_length: whether the prompt may be longer than what the model was trained on, because the
+            distances between tokens stay below a bound that does not depend on it.
         one_shot: whether one forward pass without a cache equals the decode path
             (``tests/eval/test_perplexity.py`` proves it), so that perplexity may be scored by that pass. A
             method that compresses must leave this False.
@@ -106,7 +106,7 @@ class Method:
     trained: bool = False
     refuses_pod: str | None = None
     grows: bool = True
-    unbounded: bool = False
+    reads_any_length: bool = False
     one_shot: bool = False
     takes_chunks: bool = False
     reads_in_chunks: bool = False

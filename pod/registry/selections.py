@@ -66,7 +66,7 @@ OF_MEMORIES: dict[str, Any] = {
     "takes_budget": True,
     "inner": ("snapkv", "streamingllm"),
     "refuses_pod": "each layer counts positions in its own memory, so layers have no common distant keys",
-    "unbounded": True,
+    "reads_any_length": True,
     "reads_in_chunks": True,
 }
 """What the entries of ``imdc``, ``im`` and ``fm`` have in common."""
@@ -97,7 +97,7 @@ SELECTIONS = (
         takes_budget=True,
         refuses_pod=NO_DISTANT_TOKENS,
         grows=False,
-        unbounded=True,
+        reads_any_length=True,
         takes_chunks=True,
     ),
     Method(
@@ -112,7 +112,7 @@ SELECTIONS = (
         takes_budget=True,
         refuses_pod=NO_DISTANT_TOKENS,
         grows=False,
-        unbounded=True,
+        reads_any_length=True,
         takes_chunks=True,
     ),
     Method(

@@ -25,11 +25,11 @@ from pod.bench.decode_bytes import (
     spread_plan,
     uses_plan,
 )
-from pod.bench.decode_speed import make_cache, make_runner
+from pod.bench.decode_speed import make_cache, make_entry
 from pod.bench.dense_decode import PEERS, dense_peers
 from pod.measure import random_cache
 from pod.measure.random_cache import fill_with_random_tokens
-from pod.measure.speed_comparison import Runner
+from pod.measure.speed_comparison import RaceEntry
 from pod.modeling.model.decode import DECODERS
 from pod.modeling.model.kv_buffer import KVBuffer
 from pod.modeling.model.window_buffer import WindowBuffer
@@ -54,9 +54,9 @@ TINY = [
 def make_bench(lead, *settings, bits=None):
     """Dense and planned model of one set of weights."""
     recipe = load_recipe(None, [*TINY, *settings])
-    measured = run.what_to_measure(recipe)
-    sizes = replace(measured.sizes, plan=pod.SharingPlan(lead=lead, bits=bits))
-    return run.load(recipe, measured._replace(sizes=sizes), [CPU])
+    bench_plan = run.plan_bench(recipe)
+    sizes = replace(bench_plan.sizes, plan=pod.SharingPlan(lead=lead, bits=bits))
+    return run.load(recipe, bench_plan._replace(sizes=sizes), [CPU])
 
 
 @pytest.fixture(autouse=True)
@@ -304,7 +304,7 @@ def test_the_engine_on_a_filled_cache_decodes_as_the_ordinary_pass(text, lead):
         tau = {"tau": 0.7} if "tau" in text else {}
         cache = pod.make_cache(model, method.spec, **tau, **({"capacity": capacity} if capacity else {}))
         fill_with_random_tokens(model, cache, 2, 40, method.options.get("skip_share", 0))
-        one = Runner(text, model, cache, torch.zeros(2, 1, dtype=torch.long))
+        one = RaceEntry(text, model, cache, torch.zeros(2, 1, dtype=torch.long))
         one.decode(7)
         assert cache.get_seq_length() == 47
         with torch.no_grad():
@@ -331,13 +331,13 @@ def test_the_share_asked_for_passes_the_gate(share):
     "text", ["pod+int4[group_size=16]", "int8[group_size=16]", "snapkv@40", "snapkv@20%"]
 )
 def test_what_the_engine_does_not_serve_runs_through_the_ordinary_cache_and_says_so(bench, text):
-    one, note = make_runner(bench, bench_method(text), 2, 200, 250, "auto")
+    one, note = make_entry(bench, bench_method(text), 2, 200, 250, "auto")
     has_engine = one.cache.engine is not None
     assert has_engine == (note is None) and one.cache.get_seq_length() == 200
     assert has_engine or note == "without the decode engine: it does not support this method"
     assert one.decode(3) > 0 and one.cache.get_seq_length() == 203
     assert bench.dense.config.attention_backend == bench.planned.config.attention_backend == "auto"
-    full, _ = make_runner(bench, FULL, 2, 200, 250, "auto")
+    full, _ = make_entry(bench, FULL, 2, 200, 250, "auto")
     assert one.cache.nbytes < 0.8 * full.cache.nbytes
 
 
@@ -368,7 +368,7 @@ class Clock:
 
     def __init__(self, monkeypatch, seconds):
         self.turns, self.lengths, self.seconds = [], {}, seconds
-        real = Runner.decode
+        real = RaceEntry.decode
 
         def decode(one, steps):
             real(one, steps)
@@ -377,7 +377,7 @@ class Clock:
             self.lengths.setdefault(one.name, []).append(one.cache.get_seq_length())
             return self.seconds[one.name, backend]
 
-        monkeypatch.setattr(Runner, "decode", decode)
+        monkeypatch.setattr(RaceEntry, "decode", decode)
 
 
 def test_a_race_is_fair_and_its_figures_follow_from_its_seconds(monkeypatch):
@@ -436,19 +436,19 @@ def test_dense_peers_compute_dense_attention_and_nothing_else(bench):
         for lead in (LEAD, ROLES):
             other = make_bench(lead)
             with pytest.raises(ValueError, match="it serves dense caches only"):
-                make_runner(other, POD, 2, 30, 64, "sdpa")
+                make_entry(other, POD, 2, 30, 64, "sdpa")
 
 
 def test_one_that_fails_does_not_stop_the_others(bench, monkeypatch):
     bad, late = bench_method("pod[tau=7]"), bench_method("pod[tau=0.9]")
-    real = Runner.decode
+    real = RaceEntry.decode
 
     def decode(one, steps):
         if one.name == late.name and one.cache.get_seq_length() > 45:
             raise torch.OutOfMemoryError("no room\nleft")
         return real(one, steps)
 
-    monkeypatch.setattr(Runner, "decode", decode)
+    monkeypatch.setattr(RaceEntry, "decode", decode)
     result = decode_speed.compare(bench, [bad, late, POD], 1, 40, "grouped")
     found = result["methods"]
     assert "tau = 7" in found["pod[tau=7]"]["error"]
@@ -458,14 +458,14 @@ def test_one_that_fails_does_not_stop_the_others(bench, monkeypatch):
 
 
 def test_nothing_goes_on_without_the_dense_cache(bench, monkeypatch):
-    real = Runner.decode
+    real = RaceEntry.decode
 
     def decode(one, steps):
         if one.cache.get_seq_length() > 45:
             raise RuntimeError("an illegal memory access")
         return real(one, steps)
 
-    monkeypatch.setattr(Runner, "decode", decode)
+    monkeypatch.setattr(RaceEntry, "decode", decode)
     with pytest.raises(RuntimeError, match="illegal memory"):
         decode_speed.compare(bench, [POD, bench_method("pod[tau=0.9]")], 1, 40, "grouped")
 
@@ -516,7 +516,7 @@ def test_a_model_of_ones_own_with_a_plan(tmp_path, bits):
     assert result["plan"] == str(tmp_path / "p.json") and result["share_followers"] == 1 / 2
     rows = result["settings"][0]["methods"]
     assert "error" not in rows["transformers"]
-    held, sizes = rows["pod"]["bytes_by_part"], run.what_to_measure(recipe_of(tmp_path, *settings)).sizes
+    held, sizes = rows["pod"]["bytes_by_part"], run.plan_bench(recipe_of(tmp_path, *settings)).sizes
     native = 300 * 16 * 4  # of a head's keys or values
     assert sizes.plan.bits == bits
     assert (held["values"] < 7.5 * native) == (bits is not None)
@@ -583,7 +583,7 @@ def test_what_cannot_be_is_refused_before_anything_is_measured(tmp_path, monkeyp
 
 def test_the_stock_model_is_left_out_where_it_does_not_fit(tmp_path, monkeypatch):
     recipe = recipe_of(tmp_path, "bench.lengths=[40,400]", "bench.methods=pod")
-    sizes = run.what_to_measure(recipe).sizes
+    sizes = run.plan_bench(recipe).sizes
     full, own, other = (held_per_row(sizes, one, 408, True) for one in (FULL, POD, STOCK))
     assert needed(sizes, POD, 1, 408, True) == sizes.weights + full + own and own < other
     monkeypatch.setattr("pod.measure.measured_memory.free_memory", lambda _: sizes.weights + full + own + 1)

@@ -1,7 +1,7 @@
 """CUDA graphs and fused kernels in `pod bench`.
 
-Every runner that can have them has them. Every row says which it had, and a ratio without both stands
-beside it. Graphs and kernels are counted stand-ins on the CPU.
+Every entry of a race that can have them has them. Every row says which it had, and a ratio without both
+stands beside it. Graphs and kernels are counted stand-ins on the CPU.
 """
 
 from contextlib import nullcontext
@@ -15,7 +15,7 @@ from pod.bench.args import STOCK, bench_method
 from pod.bench.dense_decode import dense_peers
 from pod.engine import decode_engine as engine_module
 from pod.kernels import fused
-from pod.measure.speed_comparison import Runner
+from pod.measure.speed_comparison import RaceEntry
 from pod.modeling.model.decode import RECORDABLE
 from pod.recipe import load_recipe
 
@@ -79,12 +79,12 @@ def gpu(monkeypatch):
 @pytest.fixture
 def bench():
     recipe = load_recipe(None, SETTINGS)
-    return run.load(recipe, run.what_to_measure(recipe), [torch.device("cpu")])
+    return run.load(recipe, run.plan_bench(recipe), [torch.device("cpu")])
 
 
 @pytest.mark.parametrize("backend", ["auto", "sdpa"])
 def test_the_dense_cache_has_graph_and_fused_kernels_with_every_backend(gpu, bench, backend):
-    one, _ = decode_speed.make_runner(bench, decode_speed.FULL, 1, 60, 100, backend)
+    one, _ = decode_speed.make_entry(bench, decode_speed.FULL, 1, 60, 100, backend)
     assert decode_speed.why_slower_path(one) == {"no_graph": None, "no_fused": None}
     assert one.cache.engine.graphs == 1 == gpu.recorded
     gpu.replayed = gpu.fused = 0
@@ -96,7 +96,7 @@ def test_a_plain_engine_finds_the_same_tokens_without_both(gpu, bench):
     found = []
     for plain in (False, True):
         torch.manual_seed(0)
-        one, _ = decode_speed.make_runner(bench, POD, 2, 60, 100)
+        one, _ = decode_speed.make_entry(bench, POD, 2, 60, 100)
         one.cache.engine.plain = plain
         gpu.replayed = gpu.fused = 0
         found.append(one.cache.engine.greedy(one.model, torch.zeros(2, 1, dtype=torch.long), 5))
@@ -114,7 +114,7 @@ def timed(monkeypatch, seconds):
 
     Also keeps the lengths at every timed end.
     """
-    lengths, real = {}, Runner.decode
+    lengths, real = {}, RaceEntry.decode
 
     def decode(one, steps):
         real(one, steps)
@@ -122,7 +122,7 @@ def timed(monkeypatch, seconds):
         lengths.setdefault(one.name, []).append(one.cache.get_seq_length())
         return seconds[one.name, engine is not None and engine.plain]
 
-    monkeypatch.setattr(Runner, "decode", decode)
+    monkeypatch.setattr(RaceEntry, "decode", decode)
     return lengths
 
 
@@ -178,14 +178,14 @@ def test_where_there_are_none_one_race_is_enough(bench, monkeypatch):
 
 
 def test_one_that_fails_without_them_keeps_its_figures(gpu, bench, monkeypatch):
-    real = Runner.decode
+    real = RaceEntry.decode
 
     def decode(one, steps):
         if one.name == "pod" and one.cache.engine.plain:
             raise RuntimeError("no room\nleft")
         return real(one, steps)
 
-    monkeypatch.setattr(Runner, "decode", decode)
+    monkeypatch.setattr(RaceEntry, "decode", decode)
     row = decode_speed.compare(bench, [POD], 1, 60, "sdpa")["methods"]["pod"]
     assert row["like_for_like"] == {"error": "RuntimeError: no room left"}
     assert row["speed_over_full"]["repeats"] == 2 and row["bytes"] > 0

@@ -46,7 +46,7 @@ def test_tokens_per_second_tiny(script, tmp_path):
 def test_a_lost_device_names_the_method(script, monkeypatch):
     module, given = script("tokens_per_second"), argparse.Namespace(tiny=True, batch=1)
     recipe = module.recipe_of(given)
-    bench = module.load(recipe, module.what_to_measure(recipe), [torch.device("cpu")])
+    bench = module.load(recipe, module.plan_bench(recipe), [torch.device("cpu")])
 
     def broken(*_):
         raise RuntimeError("an illegal memory access")

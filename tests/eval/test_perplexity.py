@@ -3,8 +3,6 @@
 Compression is never bypassed.
 """
 
-import math
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,7 +10,7 @@ from own_runs import nll_by_decode, nll_by_forward
 
 import pod
 from pod.eval.answer.methods import EVALUATED_METHODS
-from pod.eval.answer.score import forward_error, token_scores
+from pod.eval.answer.score import forward_error
 from pod.eval.suites.buckets import Bucket, position_buckets
 
 BUCKETS = position_buckets(64, 16, 6)
@@ -55,22 +53,6 @@ def expected_nll(table, tokens, bucket):
         [[-float(log_p[row[p - 1], row[p]]) for p in range(bucket.first, bucket.end)] for row in tokens],
         dtype=torch.float64,
     )
-
-
-def test_the_nll_of_uniform_logits_is_log_vocabulary():
-    nll = -token_scores(
-        lambda hidden: torch.zeros(len(hidden), 50),
-        torch.zeros(2, 700, 4),
-        torch.zeros(2, 700, dtype=torch.long),
-    ).logprobs
-    assert nll.shape == (2, 700)
-    assert torch.allclose(nll, torch.full_like(nll, math.log(50)))
-
-
-def test_the_nll_is_at_least_fp32():
-    hidden = torch.randn(1, 3, 8, dtype=torch.bfloat16)
-    scores = token_scores(lambda x: x, hidden, torch.zeros(1, 3, dtype=torch.long))
-    assert scores.logprobs.dtype == torch.float32
 
 
 def test_scored_positions_by_hand(text):

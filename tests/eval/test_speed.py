@@ -17,7 +17,7 @@ from pod.measure import speed_comparison
 from pod.measure.max_batch import LongTries
 from pod.measure.measured_memory import weight_bytes
 from pod.measure.random_cache import fill_with_random_tokens
-from pod.measure.speed_comparison import Runner, race, read_prompt
+from pod.measure.speed_comparison import RaceEntry, race, read_prompt
 from pod.modeling.methods.windowed import StreamingLayer
 
 METHODS = ["full", "pod-unadapted", "snapkv", "streamingllm"]
@@ -191,7 +191,7 @@ class Clock:
 def test_rates_and_ratios_by_hand(monkeypatch):
     # prompts 8 and 4 s; a warm-up round of one step each; then rounds in order b, a and a, b
     clock = Clock([8, 4, 1, 1, 2, 4, 5, 1], monkeypatch)
-    pair = [Runner(name=name, model=clock, cache=None) for name in "ab"]
+    pair = [RaceEntry(name=name, model=clock, cache=None) for name in "ab"]
     for one in pair:
         read_prompt(one, torch.zeros(1, 40, dtype=torch.long))
     race(pair, steps=1, repeats=2)

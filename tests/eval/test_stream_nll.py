@@ -13,8 +13,9 @@ from own_runs import make_run, measure, write_place
 import pod
 from pod.eval.answer import score
 from pod.eval.answer.methods import find_method
-from pod.eval.answer.score import ends_of, score_stream, token_scores
+from pod.eval.answer.score import ends_of, score_stream
 from pod.eval.runner import check_caches
+from pod.modeling.token_scores import token_scores
 from pod.models import resolve_model
 
 OPTIONS = {"length": 300, "sequences": 3, "prompt_tokens": 40, "every": 64, "chunk_size": 50}
@@ -78,7 +79,7 @@ def test_methods_that_compress_by_prompt_take_single_tokens(spec, dense_model, t
 
 
 @pytest.mark.parametrize("spec", ["streamingllm", "lm_infinite"])
-def test_unbounded_methods_do_not_depend_on_far_positions(spec, dense_model):
+def test_methods_that_read_any_length_do_not_depend_on_far_positions(spec, dense_model):
     """Unbounded methods do not depend on far positions.
 
     The text is periodic. The NLL of a period repeats exactly once the window is full; if the sinks' distances

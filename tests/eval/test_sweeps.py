@@ -32,7 +32,7 @@ from pod.recipe import load_recipe
 def test_what_a_name_says(name, plain, options):
     found, base = find_method(name), find_method(plain)
     assert (find_method(found.name), found.options, found.one_shot) == (found, options, False)
-    same = "spec", "model", "takes_budget", "grows", "budget", "unbounded"
+    same = "spec", "model", "takes_budget", "grows", "budget", "reads_any_length"
     assert [getattr(found, field) for field in same] == [getattr(base, field) for field in same]
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import DynamicCache, Gemma3TextConfig, GPT2Config
 
 import pod
-from pod.bench.run import what_to_measure
+from pod.bench.run import plan_bench
 from pod.models import ModelArgs, check_has_config, read_config, ways_without_network
 from pod.recipe import load_recipe
 from pod.training.run.start_model import source_config
@@ -155,7 +155,7 @@ def test_a_folder_without_a_configuration_is_no_model_folder(tmp_path):
     assert complaint(source_config, ModelArgs(path=str(tmp_path))) == expected
     assert complaint(read_config, str(tmp_path)) == expected
     assert (
-        complaint(what_to_measure, load_recipe("bench_cpu", [f"model.path={tmp_path}", "bench.shapes=null"]))
+        complaint(plan_bench, load_recipe("bench_cpu", [f"model.path={tmp_path}", "bench.shapes=null"]))
         == expected
     )
     check_has_config(str(tmp_path), gguf_file="model.gguf")  # brings its own

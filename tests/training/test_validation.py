@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-import torch
 
 from pod.training.args import TrainArgs
 from pod.training.observe.validation import (
@@ -12,7 +11,6 @@ from pod.training.observe.validation import (
     lengthened,
     padded_row,
     position_ranges,
-    token_scores,
 )
 
 LAYOUTS = ["alone", "sp4", "sp2_dp2", "sp2_offload"]
@@ -80,18 +78,6 @@ def test_answer_tokens_are_the_labels_of_the_tokens_before_them():
     assert row["labels"].tolist() == [[-100, 7, 8, -100, -100, -100]]
     assert row["doc_ids"].tolist() == [[0, 0, 0, 0, -1, -1]]
     assert lengthened(row, 8)["labels"].tolist() == [[-100, 7, 8] + [-100] * 5]
-
-
-def test_scores_are_cross_entropy_in_chunks_of_any_size():
-    generator = torch.Generator().manual_seed(0)
-    hidden, weight = torch.randn(2, 7, 5, generator=generator), torch.randn(11, 5, generator=generator)
-    labels = torch.tensor([[1, 2, -100, 4, 5, 6, 7], [10, 0, 0, -100, -100, 3, 3]])
-    logits = hidden @ weight.T
-    expected = torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
-    for chunk in (1, 4 * 11 * 3, 1 << 20):
-        losses, best = token_scores(hidden, weight, labels, chunk)
-        torch.testing.assert_close(losses, expected)
-        assert torch.equal(best, logits.argmax(-1))
 
 
 class Spelling:

@@ -19,7 +19,7 @@ from pod.registry.method import AXES, Method
 class EvaluatedMethod:
     """One row of a report: a method, or several joined, with its weights, budget and options.
 
-    `grows`, `unbounded` and `one_shot` are as in `pod.registry.method`.
+    `grows`, `reads_any_length` and `one_shot` are as in `pod.registry.method`.
 
     Attributes:
         name: as in the recipe, in canonical spelling: `pod+snapkv[window=16]+int4@25%`.
@@ -40,7 +40,7 @@ class EvaluatedMethod:
     takes_budget: bool = False
     grows: bool = True
     one_shot: bool = False
-    unbounded: bool = False
+    reads_any_length: bool = False
     title: str = ""
     budget: Budget | None = None
     options: dict[str, Any] = field(default_factory=dict, hash=False)
@@ -76,7 +76,7 @@ def _alone(method: Method, model: str = "dense") -> EvaluatedMethod:
         takes_budget=method.takes_budget,
         grows=method.grows,
         one_shot=method.one_shot,
-        unbounded=method.unbounded,
+        reads_any_length=method.reads_any_length,
         title=method.title,
     )
 
@@ -164,7 +164,7 @@ def _joined(parts: list[EvaluatedMethod], plain: str) -> EvaluatedMethod:
         model=next((part.model for part in parts if part.model != "dense"), "dense"),
         takes_budget=any(part.takes_budget for part in parts),
         grows=all(part.grows for part in parts),
-        unbounded=first.unbounded,
+        reads_any_length=first.reads_any_length,
         title="; ".join(part.title for part in parts),
     )
 

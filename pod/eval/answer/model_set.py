@@ -236,7 +236,7 @@ class Models:
 
     def too_long(self, method: EvaluatedMethod, longest: int) -> str | None:
         """Why a method cannot be fed so many tokens, as one clause; None when it can."""
-        limit = None if method.unbounded else self.limit(method.model)
+        limit = None if method.reads_any_length else self.limit(method.model)
         if limit is None or longest <= limit:
             return None
         return f"the {method.model} model reads {limit} tokens, and up to {longest} would be fed"

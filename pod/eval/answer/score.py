@@ -13,32 +13,18 @@ first token of a chunk is predicted from the whole previous chunk, which is comp
 §4.4, Figure 5).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from pod.eval.answer.methods import EvaluatedMethod, parts_of
 from pod.eval.answer.reading import Seen, branch, decided, held, read
 from pod.eval.suites.buckets import Bucket
+from pod.modeling.token_scores import TokenScores, token_scores
 from pod.registry import METHODS
-
-_LOGIT_ROWS = 512  # rows of logits in memory at once: 512 x 49152 x 4 B = 100 MB
-
-
-class TokenScores(NamedTuple):
-    """Scores of the tokens of a tensor, of the same shape.
-
-    Attributes:
-        logprobs: log-probability of every token (nats, at least fp32).
-        likeliest: the token that greedy decoding would produce in its place.
-    """
-
-    logprobs: Tensor
-    likeliest: Tensor
 
 
 class Scored(NamedTuple):
@@ -132,21 +118,6 @@ def score_behind(model: Any, cache: Any, seen: Seen, targets: Tensor, chunk: int
         predicted = targets[:, first + start : first + start + tokens.shape[1]]
         parts.append(token_scores(model.lm_head, out.last_hidden_state, predicted))
     return TokenScores(*(torch.cat(of_parts, dim=1) for of_parts in zip(*parts, strict=True)))
-
-
-def token_scores(lm_head: Callable[[Tensor], Tensor], hidden: Tensor, targets: Tensor) -> TokenScores:
-    """Scores of `targets` [B, m], given the last hidden states [B, m, D].
-
-    They are computed in at least fp32, and logits are never held all at once.
-    """
-    states, labels = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
-    logprobs, likeliest = [], []
-    for chunk, label in zip(states.split(_LOGIT_ROWS), labels.split(_LOGIT_ROWS), strict=True):
-        logits = lm_head(chunk).to(targets.device)  # the head may lie on another device
-        table = F.log_softmax(logits, dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))
-        logprobs.append(table.gather(1, label[:, None])[:, 0])
-        likeliest.append(table.argmax(dim=-1))
-    return TokenScores(torch.cat(logprobs).view(targets.shape), torch.cat(likeliest).view(targets.shape))
 
 
 # -- one forward pass without a cache ------------------------------------------------------------------------

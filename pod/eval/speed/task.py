@@ -22,7 +22,7 @@ from pod.measure.machine import environment
 from pod.measure.random_cache import fill_with_random_tokens, is_filled_directly
 from pod.measure.speed_comparison import (
     WARM_UP_TOKENS,
-    Runner,
+    RaceEntry,
     in_turns,
     race,
     read_prompt,
@@ -168,31 +168,31 @@ def _race(run: SpeedRun, length: int, errors: dict[str, Exception]) -> dict[str,
     """A row per method at one prompt length. Methods that cannot run are added to `errors`."""
     args = run.args
     rows: dict[str, dict[str, Any]] = {name: {"length": length} for name in args.methods}
-    runners = [Runner(name) for name in args.methods]
-    for one in runners:
+    entries = [RaceEntry(name) for name in args.methods]
+    for one in entries:
         with one.trying():
             one.model = run.method_runners[one.name].model
             if run.options.memory:  # measuring reads the whole prompt: the model is warm afterwards
                 make, prompt = partial(_cache, run, one.name, length), _prompt(run, one.model, length)
                 rows[one.name]["memory"] = measured_memory.measure(one.model, make, prompt, _MEMORY_STEPS)
             warm_up(one.model, _prompt(run, one.model, length))
-    runners = _still_in(runners, errors)
+    entries = _still_in(entries, errors)
     for turn in range(run.options.prefill_repeats):
-        for one in in_turns(runners, turn):
+        for one in in_turns(entries, turn):
             with one.trying():
                 if one.failed is None:
                     one.cache = None  # frees the cache of the turn before
                     one.cache = _cache(run, one.name, length)
                     read_prompt(one, _prompt(run, one.model, length))
-    runners = _still_in(runners, errors)
-    for one in runners:
+    entries = _still_in(entries, errors)
+    for one in entries:
         held = {part: int(size) for part, size in one.cache.nbytes_by_part().items()}
         stated = run.method_runners[one.name].stated(CacheSpan(length, 0), [sum(held.values())])
         rows[one.name] |= {"bytes_by_part": held, "bytes": stated}
-    race(runners, args.efficiency_tokens, args.efficiency_repeats)
-    runners = _still_in(runners, errors)
-    base = next((one for one in runners if one.name == BASE), None)
-    return {one.name: rows[one.name] | speeds(one, base, args.efficiency_tokens) for one in runners}
+    race(entries, args.efficiency_tokens, args.efficiency_repeats)
+    entries = _still_in(entries, errors)
+    base = next((one for one in entries if one.name == BASE), None)
+    return {one.name: rows[one.name] | speeds(one, base, args.efficiency_tokens) for one in entries}
 
 
 def _race_filled(run: SpeedRun, length: int, errors: dict[str, Exception]) -> dict[str, dict[str, Any]]:
@@ -200,8 +200,8 @@ def _race_filled(run: SpeedRun, length: int, errors: dict[str, Exception]) -> di
 
     Returns: a row per method whose cache can be filled so. Methods that fail are added to `errors`.
     """
-    runners = []
-    for one in map(Runner, run.args.methods):
+    entries = []
+    for one in map(RaceEntry, run.args.methods):
         method_runner = run.method_runners[one.name]
         if method_runner.method.takes_budget:
             continue
@@ -211,16 +211,16 @@ def _race_filled(run: SpeedRun, length: int, errors: dict[str, Exception]) -> di
             if is_filled_directly(one.cache):
                 fill_with_random_tokens(one.model, one.cache, 1, length)
                 one.token = _prompt(run, one.model, 1)
-                runners.append(one)
+                entries.append(one)
         if one.failed is not None:
-            runners.append(one)
-    runners = _still_in(runners, errors)
-    held = {one.name: one.cache.nbytes for one in runners}
-    race(runners, run.args.efficiency_tokens, run.args.efficiency_repeats)
-    runners = _still_in(runners, errors)
-    base = next((one for one in runners if one.name == BASE), None)
+            entries.append(one)
+    entries = _still_in(entries, errors)
+    held = {one.name: one.cache.nbytes for one in entries}
+    race(entries, run.args.efficiency_tokens, run.args.efficiency_repeats)
+    entries = _still_in(entries, errors)
+    base = next((one for one in entries if one.name == BASE), None)
     rows: dict[str, dict[str, Any]] = {}
-    for one in runners:
+    for one in entries:
         rows[one.name] = {"length": length, "bytes": held[one.name]}
         rows[one.name] |= decode_speeds(one, base, run.args.efficiency_tokens)
         if base is not None:
@@ -228,10 +228,10 @@ def _race_filled(run: SpeedRun, length: int, errors: dict[str, Exception]) -> di
     return rows
 
 
-def _still_in(runners: list[Runner], errors: dict[str, Exception]) -> list[Runner]:
-    """The runners that did not fail. The errors of the others go to `errors`."""
-    errors |= {one.name: one.failed for one in runners if one.failed is not None}
-    return [one for one in runners if one.failed is None]
+def _still_in(entries: list[RaceEntry], errors: dict[str, Exception]) -> list[RaceEntry]:
+    """The entries that did not fail. The errors of the others go to `errors`."""
+    errors |= {one.name: one.failed for one in entries if one.failed is not None}
+    return [one for one in entries if one.failed is None]
 
 
 def _cache(run: SpeedRun, name: str, length: int) -> Any:
@@ -300,7 +300,7 @@ def _searched(
 ) -> dict[str, dict[str, Any]]:
     """A row per method, made by `measured`. Methods that fail are added to `errors`."""
     rows: dict[str, dict[str, Any]] = {}
-    for one in map(Runner, run.args.methods):
+    for one in map(RaceEntry, run.args.methods):
         with one.trying():
             row = rows[one.name] = measured(run.method_runners[one.name])
             run.log(f"{one.name}: {row['batch']} rows of {row['prompt']} + {row['generated']} tokens")
@@ -309,7 +309,7 @@ def _searched(
     return rows
 
 
-def speeds(runner: Runner, base: Runner | None, steps: int) -> dict[str, Any]:
+def speeds(entry: RaceEntry, base: RaceEntry | None, steps: int) -> dict[str, Any]:
     """Seconds to the first token and tokens per second of a method, and the ratios to `base`.
 
     Numbers are the median, min and max over the repeats. Ratios are taken round by round.
@@ -318,23 +318,23 @@ def speeds(runner: Runner, base: Runner | None, steps: int) -> dict[str, Any]:
         base: the method `full`; None if it is not measured.
         steps: tokens that are decoded in a round.
     """
-    first = spread(runner.prompt_seconds)
+    first = spread(entry.prompt_seconds)
     found: dict[str, Any] = {"time_to_first_token_seconds": first["median"], "time_to_first_token": first}
-    found |= decode_speeds(runner, base, steps)
+    found |= decode_speeds(entry, base, steps)
     if base is not None:
-        found["prefill_speed_over_full"] = _ratios(base.prompt_seconds, runner.prompt_seconds)
+        found["prefill_speed_over_full"] = _ratios(base.prompt_seconds, entry.prompt_seconds)
     return found
 
 
-def decode_speeds(runner: Runner, base: Runner | None, steps: int) -> dict[str, Any]:
+def decode_speeds(entry: RaceEntry, base: RaceEntry | None, steps: int) -> dict[str, Any]:
     """Tokens per second of decoding, and the ratio to `base`; for the arguments see `speeds`.
 
     Numbers are the median, min and max over the repeats. The ratio is taken round by round.
     """
-    rates = spread([steps / seconds for seconds in runner.seconds])
+    rates = spread([steps / seconds for seconds in entry.seconds])
     found: dict[str, Any] = {"decode_tokens_per_second": rates}
     if base is not None:
-        found["speed_over_full"] = _ratios(base.seconds, runner.seconds)
+        found["speed_over_full"] = _ratios(base.seconds, entry.seconds)
     return found
 
 

@@ -73,7 +73,8 @@ class StreamNll(TextTask):
 
     def __init__(self, run: Any, options: StreamNllOptions):
         super().__init__(run, options)
-        bounded = [method.model for name in run.args.methods if not (method := find_method(name)).unbounded]
+        methods = [find_method(name) for name in run.args.methods]
+        bounded = [method.model for method in methods if not method.reads_any_length]
         kinds = {*bounded, run.models.reference_kind} - {None}
         limits = [limit for kind in kinds if (limit := run.models.limit(kind)) is not None]
         self.limit = min(limits, default=options.length)
@@ -108,7 +109,7 @@ class StreamNll(TextTask):
 
     def _end(self, method: EvaluatedMethod) -> int:
         """Number of tokens of each text that a method reads."""
-        return self.options.length if method.unbounded else self.common
+        return self.options.length if method.reads_any_length else self.common
 
     def _fed(self, method: EvaluatedMethod) -> tuple[int, bool]:
         """Tokens that a method takes at once, and whether the whole text is one prompt to it."""

@@ -8,16 +8,17 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from pod.data.rows.held_out import map_held_out
 from pod.data.rows.loader import IGNORED_LABEL, shifted_labels
 from pod.modeling.model.step import document_positions
+from pod.modeling.token_scores import rows_in, token_scores, wide_logits
 from pod.training.args import TrainArgs
 from pod.training.observe.metrics import Values
 from pod.training.run.mesh import Mesh
@@ -320,17 +321,21 @@ def _reading(module: Any, ulysses: Ulysses | None, row_length: int) -> Iterator[
 def _scores_of_row(
     module: Any, device: torch.device, row: Rows, mine: slice, chunk_bytes: int
 ) -> tuple[Tensor, Tensor]:
-    """What `token_scores` gives for this rank's slice of a row, `[1, n_local]` each, on the device.
+    """Losses and most likely next tokens of this rank's slice of a row, `[1, n_local]` each, on the device.
+
+    A loss is in nats (fp32), and 0 without a label.
 
     Every rank of a sequence-parallel group is given the whole row.
 
     Args:
         mine: this rank's slice of the row.
-        chunk_bytes: as in `token_scores`.
+        chunk_bytes: most bytes of logits that are held at a time.
     """
 
     def scores(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        return token_scores(hidden, weight, labels, chunk_bytes)
+        rows = rows_in(chunk_bytes, len(weight))
+        found = token_scores(partial(wide_logits, weight=weight), hidden, labels, rows)
+        return -found.logprobs, found.likeliest
 
     return module(
         input_ids=row["input_ids"][:, mine].to(device),
@@ -338,35 +343,3 @@ def _scores_of_row(
         doc_ids=row["doc_ids"].to(device),
         reader=scores,
     )
-
-
-def token_scores(hidden: Tensor, weight: Tensor, labels: Tensor, chunk_bytes: int) -> tuple[Tensor, Tensor]:
-    """Cross entropy in nats (fp32, 0 without a label) and the most likely next token, each [B, n].
-
-    Args:
-        chunk_bytes: most bytes of logits that are held at a time.
-    """
-    rows, targets = hidden.flatten(0, 1), labels.flatten()
-    size = max(1, chunk_bytes // (4 * weight.shape[0]))
-    losses, best = [], []
-    for chunk, target in zip(rows.split(size), targets.split(size), strict=True):
-        logits = wide_logits(chunk, weight)
-        losses.append(F.cross_entropy(logits, target, reduction="none", ignore_index=IGNORED_LABEL))
-        best.append(logits.argmax(-1))
-    return torch.cat(losses).view(labels.shape), torch.cat(best).view(labels.shape)
-
-
-def wide_logits(hidden: Tensor, weight: Tensor) -> Tensor:
-    """Logits [m, V] in at least fp32.
-
-    On GPUs, products of 16-bit numbers are written in fp32 at once. Elsewhere they are rounded to 16 bits
-    first.
-
-    Args:
-        hidden: [m, hidden].
-        weight: [V, hidden].
-    """
-    if hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16):
-        return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
-    logits = F.linear(hidden, weight)
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
