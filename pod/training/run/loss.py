@@ -15,7 +15,7 @@ from pod.training import deepspeed_bridge as bridge
 from pod.training.args import TrainArgs
 
 MEBIBYTE = 2**20
-Reader = Callable[[Tensor, Tensor, Tensor], Any]
+HiddenReader = Callable[[Tensor, Tensor, Tensor], Any]
 """What is computed where the loss would be.
 
 It takes the last hidden states [B, n, hidden], the output projection [V, hidden] and the labels [B, n].
@@ -57,7 +57,7 @@ class LossHead(nn.Module):
         self.chunk_bytes = chunk_mib * MEBIBYTE
         self.vocab_size = weight.shape[0]
 
-    def forward(self, hidden: Tensor, labels: Tensor, reader: Reader | None = None) -> Any:
+    def forward(self, hidden: Tensor, labels: Tensor, reader: HiddenReader | None = None) -> Any:
         """The sum of the losses, an fp32 scalar; with a reader, what it returns.
 
         Args:
@@ -90,7 +90,7 @@ class LanguageModelLoss(nn.Module):
         return self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
 
     def forward(
-        self, input_ids: Tensor, labels: Tensor, doc_ids: Tensor, reader: Reader | None = None
+        self, input_ids: Tensor, labels: Tensor, doc_ids: Tensor, reader: HiddenReader | None = None
     ) -> Any:
         """The sum of the losses; with a reader, what it returns for this rank's slice.
 
