@@ -166,8 +166,8 @@ MUTANTS = {
         ),
         Mutant(
             "pod/modeling/model/reference.py",
-            "logits, visible = torch.where(proximal, logits, far)",
-            "logits, visible = torch.where(proximal, far, logits)",
+            "logits = torch.where(proximal, logits, far)",
+            "logits = torch.where(proximal, far, logits)",
         ),
         Mutant(
             "pod/modeling/model/attend.py",
@@ -207,8 +207,8 @@ MUTANTS = {
         ),
         Mutant(
             "pod/modeling/model/window_buffer.py",
-            "first, wrap = max(start, n_s, length - n_r)",
-            "first, wrap = max(start, n_s, length - n_r + 1)",
+            "first = max(start, n_s, length - n_r)",
+            "first = max(start, n_s, length - n_r + 1)",
         ),
         Mutant(
             "pod/modeling/model/window_buffer.py",

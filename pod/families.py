@@ -111,7 +111,8 @@ def fields_of(source: Any) -> dict[str, Any]:
     if name not in FAMILIES:
         known = f"{', '.join(FAMILIES)}; exports of this project load from their folder"
         raise ValueError(f"model_type = {name!r} is not supported; supported are {known}")
-    family, own = FAMILIES[name], vars(source)
+    family = FAMILIES[name]
+    own = vars(source)
     rotated = source.rope_parameters.get("partial_rotary_factor", 1.0)
     others = set(own.get("layer_types") or ()) - {"full_attention", "sliding_attention"}
     given = own | {"partial_rotary_factor": rotated, "layer_types": others}

@@ -150,7 +150,8 @@ def _describe_error(error: ValidationError, cls: type, where: str) -> str:
     """
     found: Any = min(error.errors(), key=lambda one: one["type"] != _UNKNOWN)
     *outer, name = found["loc"] or ("",)
-    kind, value = found["type"], found["input"]
+    kind = found["type"]
+    value = found["input"]
     if kind == _UNKNOWN:
         return _unknown_key(name, _section_at(cls, outer), _dotted_name(where, outer))
     dotted_name = _dotted_name(where, found["loc"])
@@ -288,7 +289,9 @@ def explain(cls: Any, where: str, skip_sections: bool = False) -> list[str]:
         where: its dotted name; empty for a whole recipe.
         skip_sections: leave out the fields that are sections themselves.
     """
-    lines, docs, indent = [], field_docs(cls), " " * 6
+    lines = []
+    docs = field_docs(cls)
+    indent = " " * 6
     for name, item in cls.__pydantic_fields__.items():
         hint, default = hints_of(cls)[name], "required"
         if dataclasses.is_dataclass(hint) and skip_sections:

@@ -174,9 +174,11 @@ def limit_to_model(tokenizer: Any, vocab_size: int) -> Any:
 def _checked_encoding(tokenizer: Any, encode: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call `encode`, and check the ids that it returns with `check_ids`. Padding is not checked."""
     found = encode(*args, **kwargs)
-    ids, mask = found["input_ids"], found.get("attention_mask")
+    ids = found["input_ids"]
+    mask = found.get("attention_mask")
     if hasattr(ids, "tolist"):
-        ids, mask = ids.tolist(), None if mask is None else mask.tolist()
+        ids = ids.tolist()
+        mask = None if mask is None else mask.tolist()
     is_batch = bool(ids) and isinstance(ids[0], list)
     rows = ids if is_batch else [ids]
     if mask is None:

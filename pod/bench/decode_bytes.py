@@ -140,7 +140,8 @@ def spread_plan(
             token. Layers that were trained with a window keep it, and their pairs are not counted.
     """
     free = [layer for layer, window in enumerate(own_windows) if window is None]
-    pairs, draw = len(free) * kv_heads, random.Random(0)
+    pairs = len(free) * kv_heads
+    draw = random.Random(0)
     windows = round(share_windows * pairs)
     leads = max(min(kv_heads, pairs - windows), pairs - windows - round(share_followers * pairs))
     plan: list[list[int | None]] = [[None] * kv_heads for _ in own_windows]

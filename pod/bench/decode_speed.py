@@ -86,7 +86,8 @@ def make_cache(
     Raises:
         ValueError: ``pod.make_cache`` refuses the method without an engine too.
     """
-    model, spec = bench.model_of(method), str(method.spec)
+    model = bench.model_of(method)
+    spec = str(method.spec)
     options = {name: value for name, value in method.options.items() if name != "skip_share"}
     options |= {"budget": budget_at(bench.sizes, method, length)} if method.takes_budget else {}
     named = {"full", "pod"} & set(spec.split("+"))

@@ -127,7 +127,8 @@ def plan_bench(recipe: "Recipe") -> BenchPlan:
     has_own_plan = getattr(config, "lead", None) is not None
     found = None if has_own_plan and model.plan is None else model.plan_file(recipe.output_dir)
     if found is not None:
-        plan, source = SharingPlan.load(found), str(found)
+        plan = SharingPlan.load(found)
+        source = str(found)
         plan.check_fits(config.num_hidden_layers, config.num_key_value_heads)
     elif has_own_plan:
         own_windows = {name: getattr(config, name) for name in ("num_sink_tokens", "num_recent_tokens")}
@@ -365,7 +366,8 @@ def _cells(row: dict[str, Any]) -> list[str]:
     """The figures of a method as texts, in the order of the columns; empty where there is none."""
     own = row["tokens_per_second"]["median"]
     other = row["full_tokens_per_second"]["median"]
-    speed, alike = row["speed_over_full"], row.get("like_for_like", {})
+    speed = row["speed_over_full"]
+    alike = row.get("like_for_like", {})
     return [
         f"{own:.2f}",
         f"{other:.2f}",

@@ -97,7 +97,9 @@ def main(recipe: Recipe, config: str = "demo") -> None:
 
     from pod.training.predict.step_time import bfloat16_speed
 
-    gpus, folder, seconds = torch.cuda.device_count(), Path(recipe.output_dir), dict[str, float]()
+    gpus = torch.cuda.device_count()
+    folder = Path(recipe.output_dir)
+    seconds = dict[str, float]()
     if gpus == 0 and recipe.train.dtype == "bfloat16" and bfloat16_speed() < 1:
         recipe = replace(recipe, train=replace(recipe.train, dtype="float32"))
         print("training in float32: bfloat16 is slower on this CPU")

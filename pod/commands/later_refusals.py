@@ -93,7 +93,9 @@ def _on_windows(recipe: Recipe) -> Iterator[str]:
 
 def _on_steps(recipe: Recipe, manifest: dict[str, Any]) -> Iterator[str]:
     """A line when the prepared rows do not fill the steps of the training, or are too few for its tokens."""
-    train, length, rows = recipe.train, manifest["context_length"], manifest["num_rows"]
+    train = recipe.train
+    length = manifest["context_length"]
+    rows = manifest["num_rows"]
     each = train.tokens_per_step or length
     if each % length:
         yield f"train.tokens_per_step is {each}, no multiple of the rows' {length} tokens"

@@ -46,7 +46,8 @@ def list_tasks(names: Sequence[str] = ()) -> str:
         ValueError: for a name that is neither our own task nor a suite or one of its tasks, naming the
             nearest one. Tasks of lm-eval itself are not looked up.
     """
-    own, suites = _own_tasks(), _suites()
+    own = _own_tasks()
+    suites = _suites()
     options = "\n".join(["Options of every task of lm-eval and of the suites:", *explain(LmTask.Options, "")])
     if names:
         of_suites = {

@@ -240,7 +240,8 @@ def _method_runner(
     Two parameters are filled in where the recipe does not set them: razor gets as `heads` the file that
     `pod explore` wrote for this recipe, and kvzip gets its requests.
     """
-    found, given = find_method(name), recipe.eval.method_options.get(name, {})
+    found = find_method(name)
+    given = recipe.eval.method_options.get(name, {})
     exact = found.one_shot or (found.spec is None and models.sources[found.model].plan is not None)
     differs = given or (exact and models.packs(found.model))
     method = replace(found, one_shot=exact and not differs)
@@ -269,7 +270,8 @@ def check_caches(runner: MethodRunner, task: Task) -> None:
     method, chunks = runner.method, dict[int | None, Any]()
     for span in task.spans():
         try:
-            budget, prompt = runner.budget(span), task.prompt_of(method, span)
+            budget = runner.budget(span)
+            prompt = task.prompt_of(method, span)
             if budget not in chunks:
                 chunks[budget] = getattr(runner.trial(span), "chunks", None)
             # A method may compress chunk by chunk. It raises ValueError here when its budget leaves a chunk
@@ -292,7 +294,8 @@ def open_results(inputs: EvalInputs, runner: MethodRunner, log: Log = print_now)
     follows = method.fills_pod_bytes or method.spec == "pod"
     # the plan and windows behind the budget: results under another plan are another row
     bytes_of = fingerprint(models.reference_layout())[:16] if follows else None
-    model, options = models.identity(method.model), with_files(runner.options)
+    model = models.identity(method.model)
+    options = with_files(runner.options)
     asked = [args.template_settings()] if args.chat_template_kwargs else []
     header["row"] = fingerprint([method.spec, options, model, bytes_of, *asked])[:16]
     header["dense"] = fingerprint(models.identity("dense"))[:16]
@@ -406,7 +409,8 @@ def _answer_and_score(inputs: EvalInputs, name: str, tasks: list[str], results: 
     """Compute the missing answers to these tasks, and score each. A failed task does not stop the others."""
     runner = inputs.method_runners[name]
     for title in tasks:
-        task, began = inputs.tasks[title], time.perf_counter()
+        task = inputs.tasks[title]
+        began = time.perf_counter()
         log(f"{name}: {title} …")
         try:
             part = _score(inputs, runner, task, results)

@@ -71,7 +71,8 @@ def export(
         model = load_model(source, dtype=dtype)  # type: ignore[arg-type]
         plan = model.config.sharing_plan
     else:
-        state, plan = read_state(source), SharingPlan.load(Path(source) / "plan.json")
+        state = read_state(source)
+        plan = SharingPlan.load(Path(source) / "plan.json")
         restored = restore_model(source, state, start_model)
         model = restored.to(dtype=_dtype(state, dtype))  # type: ignore[call-arg]
         origin = origin or origin_of(state)
@@ -117,7 +118,8 @@ def check_replaceable(path: Path, format: str = "hf") -> None:
     way_out = "set another export.path, or move it away"
     if not path.is_dir():
         raise ValueError(f"{path} is a file, but an export needs a folder there: {way_out}")
-    model, adapter = read_mapping(path / "config.json") or {}, read_mapping(path / CONFIG_NAME) or {}
+    model = read_mapping(path / "config.json") or {}
+    adapter = read_mapping(path / CONFIG_NAME) or {}
     was = model.get(MARK)
     if PodConfig.model_type in (model.get("model_type"), adapter.get("model_type")):
         was = "hf"
@@ -138,7 +140,8 @@ def check_replaceable(path: Path, format: str = "hf") -> None:
 
 def origin_of(state: TrainState) -> Origin:
     """The origin of a checkpoint's weights, as far as its recipe and its position in the data say it."""
-    data, model = state.config.get("data") or {}, state.config.get("model") or {}
+    data = state.config.get("data") or {}
+    model = state.config.get("model") or {}
     length = data.get("context_length")
     position = state.cursor.get("position", 0)  # in sequences
     return Origin(
@@ -161,7 +164,8 @@ def results_of(results: Path, before: Path, now: Path, method: str) -> list[dict
         now: the folder of the new export, whose weights are compared with those in `before`.
         method: the method after which the result file of the export is named.
     """
-    own, dense = results / f"{method}.json", results / "full.json"
+    own = results / f"{method}.json"
+    dense = results / "full.json"
     weights = sorted(file.name for file in now.glob("*.safetensors"))
     if not own.is_file() or not before.is_dir():
         return []

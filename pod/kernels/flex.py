@@ -290,7 +290,8 @@ def runs_of(layout: Layout, see: Visibility, is_far: bool) -> PlaceRuns:
     if is_far:
         return PlaceRuns(*_run(sinks, window), *_run(window, window))
     touch = sinks >= window
-    sinks, window = torch.where(touch, start, sinks), torch.where(touch, start, window)
+    sinks = torch.where(touch, start, sinks)
+    window = torch.where(touch, start, window)
     return PlaceRuns(*_run(start, sinks), *_run(window, stop))
 
 
@@ -345,7 +346,8 @@ def blocks_of(runs: PlaceRuns, num_places: int) -> tuple[Tensor, Tensor]:
     end = (begin + _BLOCK).clamp(max=num_places)
     some = every = torch.zeros((), dtype=torch.bool, device=begin.device)
     for first, stop in (runs[:2], runs[2:]):
-        (least_first, greatest_first), (least_stop, greatest_stop) = _bounds(first), _bounds(stop)
+        (least_first, greatest_first) = _bounds(first)
+        (least_stop, greatest_stop) = _bounds(stop)
         some = some | ((least_first < end) & (greatest_stop > begin))
         every = every | ((greatest_first <= begin) & (least_stop >= end))
     num_queries = len(runs.first)

@@ -101,8 +101,10 @@ def rotate_and_store(
         ``[B, Hq, d]``, the rotated queries.
     """
     if norms is not None:
-        q, k = rms_norm(q, norms.q_weight, norms.eps), rms_norm(k, norms.k_weight, norms.eps)
-    q, k = _rotate(q, *tables), _rotate(k, *tables)
+        q = rms_norm(q, norms.q_weight, norms.eps)
+        k = rms_norm(k, norms.k_weight, norms.eps)
+    q = _rotate(q, *tables)
+    k = _rotate(k, *tables)
     near_keys, near_values = token.near or (None, None)
     for target, x, heads, ring in (
         (token.values, v, roles.held, False),
@@ -120,7 +122,8 @@ def rotate_and_store(
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     low, high = x.to(cos.dtype).chunk(2, dim=-1)
-    cos, sin = cos[:, None], sin[:, None]
+    cos = cos[:, None]
+    sin = sin[:, None]
     return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1).to(x.dtype)
 
 

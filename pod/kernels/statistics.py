@@ -77,14 +77,17 @@ def _blocks(q: Tensor, k: Tensor, scale: float | None) -> Iterator[tuple[slice, 
     """
     (batch, kv_heads, n, head_dim), m = k.shape, q.shape[2]
     assert q.shape[::3] == k.shape[::3] and not q.shape[1] % kv_heads and m <= n, (q.shape, k.shape)
-    pairs, groups = batch * kv_heads, q.shape[1] // kv_heads
+    pairs = batch * kv_heads
+    groups = q.shape[1] // kv_heads
     elements, most = (_CUDA_ELEMENTS, _CUDA_ROWS) if q.is_cuda else (_CPU_ELEMENTS, _CPU_ROWS)
     rows = max(1, min(m, most, max(-(-_LEAST_ROWS // groups), elements // max(1, groups * n))))
     heads = max(1, min(pairs, elements // max(1, groups * rows * n)))
-    size, compute = heads * rows * n * groups, compute_dtype(q.dtype)
+    size = heads * rows * n * groups
+    compute = compute_dtype(q.dtype)
     buffer = torch.empty(size, dtype=compute, device=q.device)
     room = torch.empty(size, dtype=compute, device=q.device)
-    q, k = q.reshape(pairs, groups, m, head_dim), k.reshape(pairs, n, head_dim)
+    q = q.reshape(pairs, groups, m, head_dim)
+    k = k.reshape(pairs, n, head_dim)
     factor = head_dim**-0.5 if scale is None else scale
     dtype = q.dtype if _multiplies_narrow(q, k) else compute
     for first in range(0, pairs, heads):
@@ -114,7 +117,8 @@ def _logits(q: Tensor, k: Tensor, factor: float, buffer: Tensor) -> Tensor:
     heads, groups, rows, _ = q.shape
     width = k.shape[1]
     out = buffer[: heads * groups * rows * width].view(heads, groups * rows, width)
-    queries, keys = q.flatten(1, 2), k.transpose(1, 2)
+    queries = q.flatten(1, 2)
+    keys = k.transpose(1, 2)
     if q.dtype == buffer.dtype:
         torch.bmm(queries * factor, keys, out=out)
     else:

@@ -126,9 +126,11 @@ def gate_kernel(gate, up, out, numbers, BLOCK: tl.constexpr):
 
 
 def _add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    x, delta = x.contiguous(), None if delta is None else delta.contiguous()
+    x = x.contiguous()
+    delta = None if delta is None else delta.contiguous()
     total = x if delta is None else torch.empty_like(x)
-    out, size = torch.empty_like(x), x.shape[-1]
+    out = torch.empty_like(x)
+    size = x.shape[-1]
     arguments = x, x if delta is None else delta, weight, total, out, eps
     options = norm_options(delta is not None, size)
     triton_launch.run(add_norm_kernel, (x.numel() // size,), x, *arguments, **options)
@@ -151,7 +153,9 @@ def _rotate_and_store(
     roles: Roles,
     token: NewToken,
 ) -> Tensor:
-    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    q = q.contiguous()
+    k = k.contiguous()
+    v = v.contiguous()
     cos = tables[0].contiguous()
     sin = tables[1].contiguous()
     (batch, heads, head_dim), out = q.shape, torch.empty_like(q)
@@ -182,8 +186,10 @@ def rotate_options(with_norm: bool, groups: int, head_dim: int) -> dict[str, int
 
 
 def _gate(gate: Tensor, up: Tensor) -> Tensor:
-    gate, up = gate.contiguous(), up.contiguous()
-    out, numbers = torch.empty_like(gate), gate.numel()
+    gate = gate.contiguous()
+    up = up.contiguous()
+    out = torch.empty_like(gate)
+    numbers = gate.numel()
     grid = (triton.cdiv(numbers, GATE["BLOCK"]),)
     triton_launch.run(gate_kernel, grid, gate, gate, up, out, numbers, **GATE)
     return out

@@ -125,7 +125,8 @@ def attend(call: Call) -> tuple[Tensor, Tensor]:
     if call.lead is not None:
         lead = call.lead.queries, span(call.lead.keys, 0, num_keys)
     inputs = [_rows_apart(x) for x in (call.q, keys, values, *lead)]
-    runs, scale = _runs(call, num_keys), float(call.scale)
+    runs = _runs(call, num_keys)
+    scale = float(call.scale)
     return differentiable(
         inputs,
         lambda inputs: forward(inputs, runs, scale),

@@ -166,7 +166,8 @@ def search(tries: Tries, most: int) -> dict[str, Any]:
             most if limit is None or not bytes_per_row(tries.peaks) else int(fractional(tries.peaks, limit))
         )
     batch = largest(tries.fits, guess, most)
-    two, limit = len(tries.peaks) > 1, memory_limit(tries)
+    two = len(tries.peaks) > 1
+    limit = memory_limit(tries)
     return {
         "batch": batch,
         "fractional_batch": fractional(tries.peaks, limit) if two and limit is not None else None,
@@ -236,7 +237,8 @@ def bytes_per_row(peaks: dict[int, int]) -> float:
     Args:
         peaks: rows of a batch → peak bytes, of at least two batches.
     """
-    first, last = min(peaks), max(peaks)
+    first = min(peaks)
+    last = max(peaks)
     return (peaks[last] - peaks[first]) / (last - first)
 
 

@@ -168,7 +168,8 @@ def measure(model: Any, make_cache: Callable[[], Any], prompt: Tensor, steps: in
         `kv` is what the cache holds at the end of the decoder layer in which the peak lies. Keys and values
         that a method drops before that, such as those of a prompt that it compresses, count as activations.
     """
-    weights, stretches = weight_bytes(model), list[tuple[int, dict[str, int]]]()
+    weights = weight_bytes(model)
+    stretches = list[tuple[int, dict[str, int]]]()
     result: dict[str, Any] = {"counted_by": ALLOCATOR if prompt.is_cuda else STORAGES, "weights": weights}
 
     def end_stretch(*_: Any) -> None:

@@ -80,7 +80,8 @@ def load_cache(model: PodForCausalLM, path: str | os.PathLike) -> PodCache:
             raise ValueError(
                 f"has a cache in {held}, the model is in {model.dtype}: load the model in {held}"
             )
-        made, facts = json.loads(metadata["cache"]), json.loads(metadata["facts"])
+        made = json.loads(metadata["cache"])
+        facts = json.loads(metadata["facts"])
         cache = make_cache(model, made["spec"], made["budget"], **made["params"])
         if made["engine"] is not None and cache.engine is None:
             attach(cache, **made["engine"])

@@ -196,5 +196,6 @@ def has_own_head(have: Container[str], read: ReadTensor, config: Any) -> bool:
     embedding = stored_names(EMBEDDING, have, config)[0]
     if head not in have or embedding not in have:
         return False
-    first, second = read(head), read(embedding)
+    first = read(head)
+    second = read(embedding)
     return "meta" not in (first.device.type, second.device.type) and not same_values(first, second)

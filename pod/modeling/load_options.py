@@ -98,7 +98,8 @@ def load_options(
     backend = _one(
         "attention_backend", asked, "attn_implementation", _backend(given.get("attn_implementation"))
     )
-    device_map, max_memory = given.get("device_map"), given.get("max_memory")
+    device_map = given.get("device_map")
+    max_memory = given.get("max_memory")
     if max_memory is not None and not isinstance(device_map, str):
         raise ValueError(
             "max_memory is for device_map = 'auto', 'balanced' or 'sequential': give one of them"

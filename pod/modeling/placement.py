@@ -64,7 +64,8 @@ def parts_of(config: PodConfig, bytes_per_number: int, beside: Sequence[int] | N
     with torch.device("meta"):
         model = PodForCausalLM(config)
     layers = [_numbers(layer) for layer in model.model.layers]
-    first, last = _numbers(model.model.embed_tokens), _numbers(model.model.norm)
+    first = _numbers(model.model.embed_tokens)
+    last = _numbers(model.model.norm)
     if not config.tie_word_embeddings:
         last += _numbers(model.lm_head)
     sizes = [numbers * bytes_per_number for numbers in (first, *layers, last)]
@@ -174,7 +175,8 @@ def _best(parts: ModelParts, capacities: Sequence[float], limit: float) -> list[
                 filling = (before[stop] - before[start]) / capacity if capacity else math.inf
                 if filling > limit:
                     break
-                crossing, fullest = known.crossing + parts.crossing[start], max(known.fullest, filling)
+                crossing = known.crossing + parts.crossing[start]
+                fullest = max(known.fullest, filling)
                 held = following[stop]
                 if held is None or (crossing, fullest) < held[:2]:
                     devices = [*known.devices, *[device] * (stop - start)]
@@ -317,7 +319,8 @@ def share_of_rank(count: int) -> range:
 
     With more GPUs than ranks, each rank has several consecutive GPUs of its own.
     """
-    rank, ranks = int(os.environ.get("LOCAL_RANK", 0)), os.environ.get("WORLD_SIZE", 1)
+    rank = int(os.environ.get("LOCAL_RANK", 0))
+    ranks = os.environ.get("WORLD_SIZE", 1)
     each = max(1, count // int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
     first = rank * each % max(1, count)  # with more ranks than GPUs, ranks share a GPU
     return range(first, first + each)

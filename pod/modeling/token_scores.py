@@ -32,7 +32,8 @@ def token_scores(
         head: takes hidden states ``[r, D]`` and returns their logits ``[r, V]``, on any device.
         rows: hidden states that it takes at once.
     """
-    states, labels = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
+    states = hidden.reshape(-1, hidden.shape[-1])
+    labels = targets.reshape(-1)
     logprobs, likeliest = [], []
     for chunk, label in zip(states.split(rows), labels.split(rows), strict=True):
         logits = head(chunk).to(targets.device)

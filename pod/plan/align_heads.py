@@ -155,7 +155,8 @@ class _Search:
         layers, states, heads = self.stay.shape
         above = np.zeros((layers + 1, states, heads))
         for layer in reversed(range(layers)):
-            own, place = self.order[layer], np.arange(heads)
+            own = self.order[layer]
+            place = np.arange(heads)
             leads = above[layer + 1, self._opens(layer)][own, place]
             above[layer] = np.minimum(self.stay[layer][:, own] + above[layer + 1], leads)
         return above
@@ -163,7 +164,9 @@ class _Search:
     def _sweep(self) -> bool:
         """Improve every cut and every layer once, from the lowest one up; return whether there was a gain."""
         layers, states, heads = self.stay.shape
-        above, place, gained = self._above(), np.arange(heads), False
+        above = self._above()
+        place = np.arange(heads)
+        gained = False
         below = np.full((states, heads), np.inf)
         below[0] = 0.0
         for layer in range(layers):
@@ -173,7 +176,8 @@ class _Search:
             gained |= bool((to != place).any())
             above[layer:], self.order[layer:] = above[layer:, :, to], self.order[layer:, to]
             lead = below[used].min(axis=0)
-            after, stay = above[layer + 1], self.stay[layer]
+            after = above[layer + 1]
+            stay = self.stay[layer]
             costs = np.minimum(_least(below[used] + after[used], stay[used]), lead[:, None] + after[opens].T)
             own = _assign(costs, self.order[layer])
             gained |= bool((own != self.order[layer]).any())
@@ -191,7 +195,8 @@ def _least(left: Floats, right: Floats) -> Floats:
 def _assign(costs: Floats, now: Ints) -> Ints:
     """Assign a column to each row at least total cost; ``now`` is kept unless another one is cheaper."""
     rows, columns = linear_sum_assignment(costs)
-    old, new = costs[rows, now].sum(), costs[rows, columns].sum()
+    old = costs[rows, now].sum()
+    new = costs[rows, columns].sum()
     return columns if new < old - 1e-12 * max(1.0, abs(old)) else now
 
 

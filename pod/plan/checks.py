@@ -28,7 +28,9 @@ def check_array(name: str, values: Any, axes: str, sizes: dict[str, int] | None 
         ValueError: another number of dimensions, sizes that differ from ``sizes`` or from each other, or a
             size of 0.
     """
-    found, shape, names = dict(sizes or {}), tuple(np.shape(values)), axes.split()
+    found = dict(sizes or {})
+    shape = tuple(np.shape(values))
+    names = axes.split()
     fits = len(shape) == len(names) and all(size >= 1 for size in shape)
     for axis, size in zip(names, shape, strict=False):
         if found.setdefault(axis, size) != size:

@@ -139,7 +139,8 @@ def choose(costs: MeasuredCosts, explore: ExploreArgs, windows: dict[str, int]) 
 
     The choice also holds the frontiers with each role, or packing, forbidden.
     """
-    total, head_dim = total_costs(costs.tensors, explore.retrieval_weight), costs.provenance.get("head_dim")
+    total = total_costs(costs.tensors, explore.retrieval_weight)
+    head_dim = costs.provenance.get("head_dim")
     frontier, units, kv_order = _solve(total, explore, windows, head_dim)
     provenance = costs.provenance | windows | {"retrieval_weight": explore.retrieval_weight}
     provenance |= _settings(explore, frontier, units)
@@ -235,7 +236,8 @@ def head_order(plan: SharingPlan, kv_order: HeadOrder, order: Tensor) -> HeadOrd
     for layer, heads in enumerate(kv_order):
         row: list[int] = []
         for place, head in enumerate(heads):
-            lead, inside = plan.lead[layer][place], list(range(groups))
+            lead = plan.lead[layer][place]
+            inside = list(range(groups))
             if lead not in (None, layer):
                 inside = order[lead, layer, kv_order[lead][place], head].tolist()
             row += [head * groups + query for query in inside]
@@ -284,7 +286,8 @@ def _losses(exploration: Exploration, plan: SharingPlan) -> dict[str, Any]:
     dense = in_all_layers(replace(dense, head_order=plan.head_order, provenance=plan.provenance))
     made = sha256_of([plan.lead, plan.head_order, plan.bits, plan.provenance])
     partial = exploration.folder / f"losses.partial-{made[:8]}"
-    model, plan = exploration.load_model(dense), in_all_layers(plan)
+    model = exploration.load_model(dense)
+    plan = in_all_layers(plan)
     text = exploration.read()[: exploration.explore.loss_sequences]
     texts = {"text": text, "repeated": repeated_sequences(exploration, model.config)}
     losses: dict[str, Any] = {"dense": {}, "plan": {}}

@@ -175,7 +175,8 @@ def sample_queries(n: int, num_queries: int, num_sink_tokens: int, num_recent_to
             "recent tokens: lower explore.num_queries or the windows, or raise explore.sequence_length"
         )
     positions = (n - 1 - torch.arange(num_queries) * (n - first) // num_queries).flip(0)
-    key, query = torch.arange(n), positions[:, None]
+    key = torch.arange(n)
+    query = positions[:, None]
     return QuerySample(positions, key > query, (key >= num_sink_tokens) & (key <= query - num_recent_tokens))
 
 
@@ -263,7 +264,8 @@ def measure_costs(
         check_array("order", order, "L L H H G", {"L": shapes["window"][0], "H": heads, "G": groups})
         order = order.argsort(-1)  # [.., g]: the lead's query head that serves query head g of the follower
     costs = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in shapes.items()}
-    head, group = torch.arange(heads)[:, None], torch.arange(groups)
+    head = torch.arange(heads)[:, None]
+    group = torch.arange(groups)
     for layer, own, lower in _layers(model, input_ids, num_queries):
         costs["window"][layer] = own.cost(own.near - own.out)
         for name, error in own.errors_of_packing().items():
@@ -482,7 +484,8 @@ class _Layer:
 def _packed(x: Tensor, per_channel: bool) -> Tensor:
     """Pack ``[H, n, d]`` to 4 bits and unpack it; tokens that fill no group stay as they are."""
     packing = Packing(bits=4, group_size=GROUP_SIZE, per_channel=per_channel)
-    whole, out = x.shape[1] // GROUP_SIZE * GROUP_SIZE, x.clone()
+    whole = x.shape[1] // GROUP_SIZE * GROUP_SIZE
+    out = x.clone()
     packing.unpack(packing.pack(x[None, :, :whole]), out[None, :, :whole])
     return out
 

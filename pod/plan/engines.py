@@ -56,7 +56,8 @@ def layer_groups(num_full: int, num_windows: int) -> LayerGroups:
     size = min(kinds)
     if max(kinds) < _NEARLY_EQUAL * size:
         size = max(kinds)
-    full, windowed = -(-num_full // size), -(-num_windows // size)
+    full = -(-num_full // size)
+    windowed = -(-num_windows // size)
     padding = (full + windowed) * size - num_full - num_windows
     return LayerGroups(size, full, windowed, padding)
 

@@ -130,7 +130,8 @@ class Exploration:
         Args:
             changes: arguments of `load_model`; without any, the model is loaded as it is.
         """
-        dtype, gguf_file = getattr(torch, self.settings["dtype"]), self.settings["gguf_file"]
+        dtype = getattr(torch, self.settings["dtype"])
+        gguf_file = self.settings["gguf_file"]
         return load_model(
             self.model_folder, gguf_file=gguf_file, dtype=dtype, **placement_arguments(), **changes
         )
@@ -313,7 +314,8 @@ def describe_cost(config: Any, explore: ExploreArgs, sinks: str = "tokens") -> s
     what = f"{explore.cost}: one forward pass over {count} x {n} = {count * n} tokens"
     if explore.cost == "projected":
         repeated = explore.retrieval_sequences
-        matching, losses = repeated + min(count, MATCHING_SEQUENCES), min(count, explore.loss_sequences)
+        matching = repeated + min(count, MATCHING_SEQUENCES)
+        losses = min(count, explore.loss_sequences)
         what += f" and {repeated} x {n} repeated tokens"
         if "follow" in (explore.roles or []):
             what += f", one pass over {matching} sequences to match heads"

@@ -167,7 +167,9 @@ def _search(exploration: Exploration, wanted: dict[str, Any]) -> RetrievalHeads:
     Raises:
         ValueError: some layers of the model were trained with windows.
     """
-    model, asked, repeats = exploration.load(), wanted["head_tokens"], wanted["head_repeats"]
+    model = exploration.load()
+    asked = wanted["head_tokens"]
+    repeats = wanted["head_repeats"]
     if model.config.layer_windows is not None:
         raise ValueError(
             "some layers of this model were trained with windows: razor cannot run it and needs "
@@ -341,7 +343,8 @@ def repeated_sequences(exploration: Exploration, config: Any) -> list[Tensor]:
     explore, first = exploration.explore, exploration.settings["seed"]
     if not explore.retrieval_sequences:
         return []  # without loading the tokenizer
-    tokenizer, num_tokens = exploration.load_tokenizer(), explore.sequence_length // REPEATS
+    tokenizer = exploration.load_tokenizer()
+    num_tokens = explore.sequence_length // REPEATS
     seeds = range(first, first + explore.retrieval_sequences)
     return [ordinary_tokens(tokenizer, config, num_tokens, REPEATS, seed) for seed in seeds]
 

@@ -126,7 +126,8 @@ def summary(plan: SharingPlan, explore: ExploreArgs, windows: dict[str, int]) ->
         lines.append("; ".join(costs))
     losses = found.get("losses", {})
     for kind, dense in losses.get("dense", {}).items():
-        own, what = losses["plan"][kind], "text" if kind == "text" else "repeated random tokens"
+        own = losses["plan"][kind]
+        what = "text" if kind == "text" else "repeated random tokens"
         change = f"perplexity x {math.exp(own - dense):.3f}"
         lines.append(f"measured loss on {what}: dense {dense:.4f}, plan {own:.4f} nats per token ({change})")
     if explore.target == "vllm":
@@ -180,8 +181,10 @@ def describe_heads(heads: RetrievalHeads) -> str:
 
     The saving is that of a long text, of which each other head holds a fifth.
     """
-    chosen, queries = sum(map(len, heads.query_heads)), sum(map(len, heads.echo))
-    kept, pairs = sum(map(len, heads.key_value_heads)), len(heads.echo) * heads.num_key_value_heads
+    chosen = sum(map(len, heads.query_heads))
+    queries = sum(map(len, heads.echo))
+    kept = sum(map(len, heads.key_value_heads))
+    pairs = len(heads.echo) * heads.num_key_value_heads
     share = kept / pairs
     smaller = 1 / (share + (1 - share) / 5)
     return (
@@ -344,7 +347,8 @@ def block_picture(plan: SharingPlan, subject: str) -> Figure:
                 axes.plot(head, block[0], marker="o", color="black", markersize=4)
     axes.imshow(colours, origin="lower", aspect="auto")
     axes.set(xlabel="KV head", ylabel="layer", xticks=range(heads))
-    ticks, names = range(0, layers, 1 if layers <= 40 else 5), plan.provenance.get("layers") or range(layers)
+    ticks = range(0, layers, 1 if layers <= 40 else 5)
+    names = plan.provenance.get("layers") or range(layers)
     axes.set_yticks(ticks, [str(names[tick]) for tick in ticks])
     for edge in np.arange(heads - 1) + 0.5:
         axes.axvline(edge, color="black", linewidth=0.8)

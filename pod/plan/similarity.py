@@ -53,7 +53,8 @@ def _head_similarity(rows: Tensor, tile: int) -> Tensor:
             "the model gives NaN or infinite values on this text; try model.dtype=float32"
         )
     num_layers, num_queries = rows.shape[:2]
-    joint, own = rows.new_zeros(num_layers, num_layers), rows.new_zeros(num_layers)
+    joint = rows.new_zeros(num_layers, num_layers)
+    own = rows.new_zeros(num_layers)
     for part in (rows / total).flatten(1).split(tile, dim=1):
         own += _x_log2_x(part).sum(dim=1)
         for layer in range(num_layers - 1):

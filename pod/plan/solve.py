@@ -95,7 +95,8 @@ class Curve:
         layers, heads = self.sizes
         unit = max(0, n - num_sink_tokens - num_recent_tokens) / n / (self.pair_units * layers * heads)
         reachable = self.targets
-        least, most = reachable[0] * unit, reachable[-1] * unit
+        least = reachable[0] * unit
+        most = reachable[-1] * unit
         enough = reachable[reachable * unit >= target_saving - 1e-6]
         if target_saving < 0 or not len(enough):
             raise ValueError(
@@ -232,7 +233,8 @@ def _solve_heads(table: Sequence[Role]) -> _Heads:
         options = np.full((len(table), *best.shape), np.inf)
         lower = slice(1, 1 + layer)  # the leads that may be open
         for option, role in zip(options, table, strict=True):
-            before, after = best[..., : width - role.units], option[..., role.units :]
+            before = best[..., : width - role.units]
+            after = option[..., role.units :]
             if role.does == "lead":
                 after[:, 1 + layer] = before.min(axis=1) + role.costs[layer][:, None]
             elif role.does == "follow":
@@ -332,7 +334,8 @@ class PackedCosts:
                 frontier then has one point: the plan of least reduced cost.
         """
         pair, lead4, follow4 = self.units
-        native, four = np.zeros_like(self.lead4), np.zeros_like(self.lead4)
+        native = np.zeros_like(self.lead4)
+        four = np.zeros_like(self.lead4)
         if packed is not None:
             native[np.asarray(packed)] = four[~np.asarray(packed)] = np.inf
         roles = [Role("lead", 0, native), Role("lead", lead4, self.lead4 + four)]
@@ -378,7 +381,8 @@ class PackedFrontier(Curve):
         The search begins at the best choice for ``units`` or more, and turns layers while that lowers the
         cost.
         """
-        wanted, solved = slice(units, None), dict(self.solved)
+        wanted = slice(units, None)
+        solved = dict(self.solved)
         if len(solved) == 2 ** self.sizes[0]:
             return self
 
@@ -399,7 +403,8 @@ class PackedFrontier(Curve):
 
 def solve_packed(costs: PackedCosts) -> PackedFrontier:
     """Find the least cost of every saving: over all choices of bits where they are few, else by search."""
-    layers, free = len(costs.lead4), costs.solve(None)
+    layers = len(costs.lead4)
+    free = costs.solve(None)
     solve = lru_cache(maxsize=_HELD)(costs.solve)
     choices: Iterable[PackedLayers]
     if 2**layers <= _FEW:

@@ -248,7 +248,8 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, ignored
     """
     # DeepSpeed's public function around this one compares the labels with the vocabulary, and waits for the
     # device to do so. Ours were compared when the data was opened.
-    tokens, kind = hidden.reshape(-1, hidden.shape[-1]), torch.promote_types(hidden.dtype, weight.dtype)
+    tokens = hidden.reshape(-1, hidden.shape[-1])
+    kind = torch.promote_types(hidden.dtype, weight.dtype)
     vocabulary = (None, 0, weight.shape[0])  # no tensor parallelism
     given = tokens.contiguous(), weight.contiguous(), None, labels.reshape(-1)
     return _linear_cross_entropy().apply(*given, *vocabulary, ignored, rows, kind).sum()

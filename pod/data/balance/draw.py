@@ -50,7 +50,8 @@ def draw(reservoir: Reservoir, args: DataArgs, seed: int) -> Drawn:
         carry = 0
         for one in sorted(groups, key=_Group.freedom):
             at = number * len(groups) + one.source
-            start, stop = int(starts[at]), int(starts[at + 1])
+            start = int(starts[at])
+            stop = int(starts[at + 1])
             passes = one.draw(lengths[start:stop], carry)
             carry += one.quota - int(lengths[start + passes[-1]].sum())
             drawn += [(nth, start + positions) for nth, positions in enumerate(passes)]

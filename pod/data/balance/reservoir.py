@@ -195,12 +195,14 @@ class Reservoir:
         group = groups.of(pieces, limits.held_out_limit)
         # stable: of equal pieces the first one stays first
         order = np.lexsort((pieces["sampling_key"], group))
-        pieces, group = pieces[order], group[order]
+        pieces = pieces[order]
+        group = group[order]
         pieces["copy"], rank = self._copies(pieces["sampling_key"], group)
         own = ~pieces["copy"]
         self._lower_limits(pieces[own], group[own])
         kept = (pieces["sampling_key"] <= limits.sampling_keys[group]) & (rank < COPIES)
-        self.pieces, self.group = pieces[kept], group[kept]
+        self.pieces = pieces[kept]
+        self.group = group[kept]
 
     def _lower_limits(self, pieces: np.ndarray, group: np.ndarray) -> None:
         """Lower the limits of the groups to the pieces that are needed.

@@ -26,7 +26,8 @@ def split_fragment(source: str) -> tuple[str, Splitter | None]:
     match = _FRAGMENT.search(source)
     if match is None:
         return source, None
-    without_fragment, kind = source[: match.start()], match.group(1)
+    without_fragment = source[: match.start()]
+    kind = match.group(1)
     if kind == "essays":
         return without_fragment, split_essays
     return without_fragment, lambda text: split_chapters(text, int(match.group(2)))

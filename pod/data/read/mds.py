@@ -260,7 +260,8 @@ def _array_decoder(details: str, column: MdsColumn, shard: MdsShard) -> Decoder:
         if dtype is None:
             dtype, at = np.dtype(ARRAY_TYPES[data[0]]), 1
         if shape is None:
-            num_axes, width = data[at] >> 2, 1 << (data[at] & 3)
+            num_axes = data[at] >> 2
+            width = 1 << (data[at] & 3)
             shape = tuple(np.frombuffer(data, f"<u{width}", num_axes, at + 1).tolist())
             at += 1 + num_axes * width
         return np.frombuffer(data, dtype, offset=at).reshape(shape)

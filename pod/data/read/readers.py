@@ -36,7 +36,8 @@ KINDS = {
 }
 """How files are read, by their suffix. A text is the whole file."""
 DAMAGE = (OSError, EOFError, UnicodeError, zlib.error, lzma.LZMAError)
-BUFFER_BYTES, ZSTD_BUFFER_BYTES = 2**20, 2**13
+BUFFER_BYTES = 2**20
+ZSTD_BUFFER_BYTES = 2**13
 JSON_BYTES = 256 * 2**20
 """Largest `.json` file that is one object or array: it is parsed whole."""
 CSV_FIELD_CHARACTERS = 64 * 2**20

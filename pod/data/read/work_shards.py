@@ -29,9 +29,11 @@ from pod.remote import is_remote, remote_state
 
 WORK_SHARDS_PER_SOURCE = 64
 """Fewest work shards of a source, so that many processes have work. A small source has fewer."""
-SMALLEST_GROUP_BYTES, GROUP_BYTES = 2**20, 32 * 2**20
+SMALLEST_GROUP_BYTES = 2**20
+GROUP_BYTES = 32 * 2**20
 """Limits in bytes of the text in a run of small files: the smallest and the largest that is chosen."""
-SMALLEST_RANGE_BYTES, RANGE_BYTES = 2**20, 64 * 2**20
+SMALLEST_RANGE_BYTES = 2**20
+RANGE_BYTES = 64 * 2**20
 """Bytes in a range of a large jsonl file: the smallest and the largest that is chosen."""
 BYTES_PER_TARGET_TOKEN = 0.25
 """Most bytes in a work shard per token of the target, so that reading can stop soon after the target."""

@@ -95,7 +95,8 @@ def source_documents(sources: Sequence[str], tokenizer: Any) -> list[np.ndarray]
 
     The boundary tokens are those that the tokenizer adds by itself. Equal texts give one document.
     """
-    boundary, encoder = BoundaryTokens.from_policy("tokenizer", tokenizer), Encoder(tokenizer)
+    boundary = BoundaryTokens.from_policy("tokenizer", tokenizer)
+    encoder = Encoder(tokenizer)
     texts = dict.fromkeys(document.text for document in load_documents(sources))
     before = np.array(boundary.before, dtype=np.uint32)
     after = np.array(boundary.after, dtype=np.uint32)

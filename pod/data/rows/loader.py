@@ -88,7 +88,8 @@ class PackedDataset:
             self._open(number)
         self._starts = np.cumsum([0] + [shard["rows"] for shard in shards])
         for name in ("rows", "documents"):
-            held, expected = sum(shard[name] for shard in shards), self.manifest[f"num_{name}"]
+            held = sum(shard[name] for shard in shards)
+            expected = self.manifest[f"num_{name}"]
             if held != expected:
                 raise ValueError(
                     f"{self.path}: the shards have {held} {name}, but the manifest says {expected}: {REPAIR}"
@@ -160,8 +161,10 @@ class PackedDataset:
         """
         number, at = self._locate(index)
         tokens, lengths, starts = self._shard(number)
-        first, stop = int(starts[at]), int(starts[at + 1])
-        own, row = lengths[max(first, 0) : max(stop, 0)], tokens[at]
+        first = int(starts[at])
+        stop = int(starts[at + 1])
+        own = lengths[max(first, 0) : max(stop, 0)]
+        row = tokens[at]
         # One comparison per row, so that a damaged file stops here and not as an index error inside a GPU
         # kernel.
         fits = 0 <= first < stop <= len(lengths) and own.min() >= 1 and own.sum() <= self.context_length

@@ -94,4 +94,5 @@ class RowCursor:
                 f"the checkpoint was trained on data with {state['num_rows']} rows, this data has "
                 f"{self.num_rows}: resume with the same prepared data"
             )
-        self.position, self.seed = int(state["position"]), int(state["seed"])
+        self.position = int(state["position"])
+        self.seed = int(state["seed"])

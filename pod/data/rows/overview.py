@@ -90,14 +90,16 @@ def _totals(manifest: dict[str, Any]) -> Iterator[str]:
 
 
 def _intervals(manifest: dict[str, Any]) -> Iterator[str]:
-    intervals, balance = manifest.get("intervals") or [], manifest.get("balance") or {}
+    intervals = manifest.get("intervals") or []
+    balance = manifest.get("balance") or {}
     if not intervals:
         return
     share = balance.get("equal_share_tokens")
     yield f"{'Length [tokens]':<16}{'read':>16}{'drawn':>10}{'of share':>10}{'passes':>8}"
     for one in intervals:
         part = f"{100 * one['tokens_after'] / share:.1f} %" if share else ""
-        before, after = short_number(one["tokens_before"]), short_number(one["tokens_after"])
+        before = short_number(one["tokens_before"])
+        after = short_number(one["tokens_after"])
         yield f"{one['name']:<16}{before:>16}{after:>10}{part:>10}{one['passes']:>8.2f}"
     yield (
         "of share: drawn tokens over an equal share of all intervals; "

@@ -25,7 +25,8 @@ def best_fit_rows(lengths: np.ndarray, context_length: int, window: int) -> tupl
     """
     _check(lengths, context_length)
     rows = _PackedRows(context_length)
-    order, row_of = np.empty(len(lengths), np.int64), np.empty(len(lengths), np.int64)
+    order = np.empty(len(lengths), np.int64)
+    row_of = np.empty(len(lengths), np.int64)
     for start in range(0, len(lengths), window):
         some = np.asarray(lengths[start : start + window], dtype=np.int64)
         longest_first = np.argsort(-some, kind="stable")

@@ -57,7 +57,8 @@ def write_shard(
         ValueError: a token id is outside the vocabulary, or there is no row.
         OSError: the system's own error; the caller explains it, because it knows what the folder is for.
     """
-    folder, stem = Path(folder), f"shard-{number:05d}"
+    folder = Path(folder)
+    stem = f"shard-{number:05d}"
     if not 0 <= pad_token_id < vocab_size:
         raise ValueError(
             f"pad_token_id {pad_token_id} is not in a vocabulary of {vocab_size}: wrong tokenizer"
@@ -113,7 +114,8 @@ def write_manifest(
         raise ValueError(
             "there is nothing to write: the data settings leave out every document of the sources"
         )
-    rows, tokens = sum(entry["rows"] for entry in entries), sum(entry["num_tokens"] for entry in entries)
+    rows = sum(entry["rows"] for entry in entries)
+    tokens = sum(entry["num_tokens"] for entry in entries)
     manifest = {
         "format": FORMAT,
         "schema_version": SCHEMA_VERSION,

@@ -56,7 +56,8 @@ def check_outside(output_dir: Path, sources: Iterable[str]) -> None:
         ValueError: `output_dir` lies in a folder of `sources`, or a `**` pattern matches files in it.
     """
     for source in sources:
-        place, folder = Path(split_fragment(source)[0]).expanduser().resolve(), output_dir.resolve()
+        place = Path(split_fragment(source)[0]).expanduser().resolve()
+        folder = output_dir.resolve()
         is_matched = "**" in place.parts and fnmatch(str(folder / MANIFEST_NAME), str(place))
         if is_matched or folder.is_relative_to(place):
             raise ValueError(

@@ -227,7 +227,8 @@ def _cost(args: DataArgs) -> list[str]:
     size = sum(work_shard.text_bytes for work_shard in work_shards)
     if not size:
         return ["sources: unknown size (hub data sets)"]
-    tokens, workers = size / BYTES_PER_TOKEN, args.workers or cores()
+    tokens = size / BYTES_PER_TOKEN
+    workers = args.workers or cores()
     time = duration(tokens / (TOKENS_PER_SECOND * workers))
     memory = PARENT_GIGABYTES + WORKER_GIGABYTES * workers
     needed = f"memory: about {memory:.1f} GB"

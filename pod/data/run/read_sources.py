@@ -96,7 +96,8 @@ def read_one(job: Job, number: int, limits: Limits, count: Count) -> None:
     Raises:
         ValueError: a file or record cannot be read, and the settings do not skip it.
     """
-    work_shard, file = job.work_shards[number], job.work_shard_file(number)
+    work_shard = job.work_shards[number]
+    file = job.work_shard_file(number)
     found = file.read(verify=True)
     if found is not None and not (
         found[2].skips and job.args.unreadable == "error" and not work_shard.tolerate
@@ -204,7 +205,8 @@ def _tokenised(
         reservoir.may_need(found["sampling_key"], found["held_out_key"], most, work_shard.source)
     )
     batch = [batch[number] for number in chosen.tolist()]
-    tokens, found = encode(job, batch), found[chosen]
+    tokens = encode(job, batch)
+    found = found[chosen]
     special = iter(job.encoder.holds_special)
     found["special"] = [document.tokens is None and next(special) for document in batch]
     found["length"] = [len(ids) for ids in tokens]
@@ -238,7 +240,8 @@ def _compact(job: Job, reading: Reading) -> None:
     work_shards = reservoir.pieces["work_shard"][order]
     for number in wasted:
         own = order[slice(*np.searchsorted(work_shards, [number, number + 1]))]
-        left, file = reservoir.pieces[own], job.work_shard_file(number)
+        left = reservoir.pieces[own]
+        file = job.work_shard_file(number)
         found = file.read()
         assert found is not None, f"the file of work shard {number} went while the data was prepared"
         file.write(left, file.take, found[2])

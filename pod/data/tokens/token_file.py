@@ -182,7 +182,8 @@ def _checksum(stream: BinaryIO, size: int) -> int:
     stream.seek(0)
     checksum = 0
     while size > 0 and (data := stream.read(min(size, 1 << 20))):
-        checksum, size = zlib.crc32(data, checksum), size - len(data)
+        checksum = zlib.crc32(data, checksum)
+        size = size - len(data)
     return checksum
 
 
@@ -200,7 +201,8 @@ def _copy(pieces: np.ndarray, take: Take, write: Callable[[np.ndarray], bytes]) 
     """
     size = checksum = 0
     for number in np.flatnonzero(~pieces["copy"]).tolist():
-        start, length = int(pieces["start"][number]), int(pieces["length"][number])
+        start = int(pieces["start"][number])
+        length = int(pieces["length"][number])
         checksum = zlib.crc32(write(take(start, start + length)), checksum)
         pieces["start"][number] = size
         size += length

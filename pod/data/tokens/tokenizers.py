@@ -223,7 +223,9 @@ def identity(document: Document) -> Identity:
         size = len(whole)
     else:
         tokens = np.ascontiguousarray(document.tokens, dtype="<u4")
-        opening, whole, size = tokens[:OPENING_TOKENS].tobytes(), tokens.tobytes(), len(tokens)
+        opening = tokens[:OPENING_TOKENS].tobytes()
+        whole = tokens.tobytes()
+        size = len(tokens)
     digest = hashlib.sha256(whole).digest()
     held_out_key = int.from_bytes(hashlib.sha256(opening).digest()[:8], "big")
     return Identity(held_out_key, int.from_bytes(digest[:8], "little"), size)

@@ -133,7 +133,8 @@ class AnswerCache:
     @contextlib.contextmanager
     def asked_by(self, task: str) -> Iterator["AnswerCache"]:
         """Inside the block, answers are asked for by `task`: the progress bar and `account` go by it."""
-        self.label, self._asked = f"{self.method}: {task}", set()
+        self.label = f"{self.method}: {task}"
+        self._asked = set()
         try:
             yield self
         finally:
@@ -166,7 +167,8 @@ class AnswerCache:
             AnswerError: with several ranks, when `compute` fails on one of them; all of them raise it. With
                 one rank, the error of `compute` is raised as it is. Answers computed before stay.
         """
-        known, keys = self._load(), [key(item) for item in items]
+        known = self._load()
+        keys = [key(item) for item in items]
         unique = dict(zip(keys, items, strict=True))
         missing = unique.keys() - known.keys()
         if missing and not self._store.is_open:
@@ -202,13 +204,15 @@ class AnswerCache:
         found: list[JsonObject] = []
         if not batches:
             return found
-        total, silent = sum(map(len, batches)), not self.ranks.is_first
+        total = sum(map(len, batches))
+        silent = not self.ranks.is_first
         with (
             self._file() as write,
             tqdm(total=total, desc=self.label, unit="sample", disable=silent or is_quiet()) as bar,
         ):
             for batch in batches:
-                began, names = time.perf_counter(), [key(item) for item in batch]
+                began = time.perf_counter()
+                names = [key(item) for item in batch]
                 line: JsonObject = {"answers": dict(zip(names, compute(batch), strict=True))}
                 line["seconds"] = round(time.perf_counter() - began, 3)
                 # read back from JSON, so that it equals what a later run reads (lists for tuples, keys that

@@ -273,7 +273,8 @@ class Models:
     def _check_fits(self, file: Path) -> None:
         if not file.is_file():
             raise ValueError(f"{file} does not exist: make a plan with `pod explore`")
-        plan, config = pod.SharingPlan.load(file), read_config(self.dense_path, self.recipe.model.gguf_file)
+        plan = pod.SharingPlan.load(file)
+        config = read_config(self.dense_path, self.recipe.model.gguf_file)
         layers, heads = config.num_hidden_layers, getattr(config, "num_key_value_heads", None)
         heads = heads or config.num_attention_heads
         if (plan.num_layers, plan.num_key_value_heads) != (layers, heads):

@@ -25,7 +25,8 @@ class Ranks:
     """
 
     def __init__(self) -> None:
-        self.world_size, self.rank = _number("WORLD_SIZE", 1), _number("RANK", 0)
+        self.world_size = _number("WORLD_SIZE", 1)
+        self.rank = _number("RANK", 0)
         self.local_rank, self._started = _number("LOCAL_RANK", 0), False
         if self.world_size < 1:
             raise ValueError("the environment variable WORLD_SIZE is 0: unset it or start with torchrun")

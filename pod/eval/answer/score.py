@@ -78,7 +78,8 @@ def score(
         targets = torch.tensor([row + [pad] * (longest - len(row)) for row in rows], device=seen.mask.device)
         found = score_behind(model, used, taken, targets)
         for place, size in enumerate(held(used)):
-            row, length = part[place][0], len(rows[place])
+            row = part[place][0]
+            length = len(rows[place])
             scores[row].append(TokenScores(*(one[place, :length] for one in found)))
             most[row] = {name: max(most[row][name], number) for name, number in size.items()}
     return [Scored(*one) for one in zip(scores, most, said, strict=True)]

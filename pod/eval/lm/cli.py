@@ -68,7 +68,8 @@ def _with_semicolons(argument: str) -> str:
     start = re.search(r"(?:^|[=,])method=", argument)
     if start is None:
         return argument
-    head, tail = argument[: start.end()], argument[start.end() :]
+    head = argument[: start.end()]
+    tail = argument[start.end() :]
     try:
         first = split(tail, ",")[0]
     except ValueError:  # brackets that do not close are refused later, with the method's name

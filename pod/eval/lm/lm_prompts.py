@@ -50,7 +50,9 @@ def shorten(
             raise Unanswerable("too long, and the document that may be cut is not known")
         return cut_document(text, document, keep, room, count)
     start, end = span or (0, len(text))
-    head, body, tail = text[:start], text[start:end], text[end:]
+    head = text[:start]
+    body = text[start:end]
+    tail = text[end:]
     pieces = _Pieces(tokenizer, body)
     kept = room - (count(text) - len(pieces.ids))
     for _ in range(_ROUNDS):

@@ -229,6 +229,7 @@ def _without_prompts(logged: Mapping[str, Any]) -> dict[str, Any]:
     A row and a prompt may have 100,000 tokens each, and a group keeps the samples of all its tasks until they
     are scored. The row's `cluster` stays, and so do the choices behind a prompt.
     """
-    row, requests = logged["doc"], logged["arguments"]
+    row = logged["doc"]
+    requests = logged["arguments"]
     shared = {"cluster": row["cluster"]} if isinstance(row, Mapping) and "cluster" in row else {}
     return {**logged, "doc": shared, "arguments": [("", *request[1:]) for request in requests]}

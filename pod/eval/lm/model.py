@@ -212,7 +212,8 @@ class PodLM(LM):
 
     def _generate(self, items: list[Encoded]) -> list[dict[str, Any]]:
         """Answers of a batch. All its requests have the same number of new tokens and the same settings."""
-        cache, first = self.runner.cache(*(item.span for item in items)), items[0]
+        cache = self.runner.cache(*(item.span for item in items))
+        first = items[0]
         return generate(
             self.model,
             self.tokenizer,

@@ -79,7 +79,8 @@ def primary_metric(name: str, task: Any, rule: Rule, asked: str | None) -> tuple
     Raises:
         ValueError: for a metric that the task does not have, and for one that gives no number per sample.
     """
-    wanted, has = asked or rule.metric, list(task.aggregation())
+    wanted = asked or rule.metric
+    has = list(task.aggregation())
     if wanted is None:
         per_sample = [metric for metric in has if metric not in _OF_ALL]
         wanted = next((m for m in (*_PREFERRED, *_PERPLEXITIES, *per_sample) if m in has), None)
@@ -167,7 +168,8 @@ def largest(rows: Iterable[dict[str, Any]], *names: str) -> dict[str, Any]:
 
 
 def _sample(leaf: Leaf, row: Mapping[str, Any], asked: list[dict[str, Any]], metric: str) -> dict[str, Any]:
-    value, nll = row[metric], leaf.kind == "nll"
+    value = row[metric]
+    nll = leaf.kind == "nll"
     score = {"score": -float(value[0]), "tokens": int(value[1])} if nll else {"score": float(value)}
     return {
         **score,
@@ -287,7 +289,8 @@ def group_payload(loaded: Loaded, payloads: dict[str, dict[str, Any]]) -> dict[s
             only some of them.
     """
     parts = list(payloads.values())
-    kinds, higher = {part["kind"] for part in parts}, {part["higher_is_better"] for part in parts}
+    kinds = {part["kind"] for part in parts}
+    higher = {part["higher_is_better"] for part in parts}
     if "nll" in kinds or len(higher) > 1:
         raise ValueError(f"group {loaded.name} mixes metrics that have no mean: name its tasks one by one")
     samples = [{**sample, "subtask": name} for name, part in payloads.items() for sample in part["samples"]]

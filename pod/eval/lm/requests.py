@@ -96,7 +96,8 @@ class Encoded:
             return [(self.context, self.continuation)]
         found = []
         for context, continuation in self.windows:
-            whole, at = context + continuation, len(context)
+            whole = context + continuation
+            at = len(context)
             while at < len(whole):
                 end = min(at + min(at, BLOCK), len(whole))
                 found.append((whole[:at], whole[at:end]))

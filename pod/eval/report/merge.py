@@ -190,7 +190,8 @@ class Comparison:
         base = self.base_of(entry, first)
         if base is None or base is entry:
             return None
-        own, other = payload_of(entry, tasks, part), payload_of(base, tasks, part)
+        own = payload_of(entry, tasks, part)
+        other = payload_of(base, tasks, part)
         return None if own is None or other is None else compare(own, other, base.label)
 
 

@@ -72,7 +72,8 @@ def _gains_and_losses(comparison: Comparison, shown: Entry) -> dict[str, list[st
     found: dict[str, list[str]] = {"worse": [], "better": [], "": [], "alone": []}
     mixed = 0 < len(_against_trained(comparison, shown)) < len(shown.parts)
     for title, tasks in comparison.columns().items():
-        payload, against = combined(shown, tasks), comparison.against(shown, tasks)
+        payload = combined(shown, tasks)
+        against = comparison.against(shown, tasks)
         if payload is not None and payload["value"] is not None:
             to = f" to {against.base}" if mixed and against is not None else ""
             change = "" if against is None else f" ({delta_text(against)}{to})"
@@ -162,7 +163,8 @@ def _unpaired(comparison: Comparison, task: str) -> dict[tuple[Any, ...], list[s
     causes: dict[tuple[Any, ...], list[str]] = {}
     methods = {entry.method for entry in comparison.measured(task)}
     for entry in comparison.measured(task):
-        base, against = comparison.base_of(entry, task), comparison.against(entry, (task,))
+        base = comparison.base_of(entry, task)
+        against = comparison.against(entry, (task,))
         needs_no_base = entry.method == BASE or BASE not in methods
         if base is entry or (base is None and needs_no_base):
             continue

@@ -169,9 +169,11 @@ def _ours(
 
     The number is None if it was not measured. Bytes and speeds are those at the longest length.
     """
-    timed, held = speed_of(entry), bytes_at(entry, None)
+    timed = speed_of(entry)
+    held = bytes_at(entry, None)
     if row.task == "decode" and timed:
-        rate, ratio = timed["decode_tokens_per_second"], timed.get("speed_over_full")
+        rate = timed["decode_tokens_per_second"]
+        ratio = timed.get("speed_over_full")
         return median(rate), median(ratio), f"at {timed['length']:,} tokens"
     if row.task == "kv_saving" and held is not None:
         return 100 * saving_of(held), None, f"at {held['length']:,} tokens"

@@ -102,7 +102,8 @@ def perplexity_by_position(curves: dict[str, list[dict]]) -> str:
     for number, (name, buckets) in enumerate(curves.items()):
         aside = 0.7 * ((number + 0.5) / len(curves) - 0.5)
         slots = [ends.index(bucket["end"]) + aside for bucket in buckets]
-        values, intervals = [b["perplexity"] for b in buckets], [b["ci95"] for b in buckets]
+        values = [b["perplexity"] for b in buckets]
+        intervals = [b["ci95"] for b in buckets]
         bars = _errors(values, intervals)
         style: Any = {"color": color(name), "marker": _MARKERS[number % len(_MARKERS)], "linestyle": "none"}
         axes.errorbar(slots, values, yerr=bars, label=name, capsize=3, linewidth=1.6, **style)
@@ -161,7 +162,8 @@ def _names_at_the_right(figure: Figure, axes: Axes, names: dict[tuple[float, flo
     axes.autoscale_view()
     height = (axes.transData + axes.transAxes.inverted()).transform
     rows = sorted(names, key=lambda place: (height(place)[1], place[0]))
-    gap, spots = 0.98 * _LINE / inside, [float(height(place)[1]) for place in rows]
+    gap = 0.98 * _LINE / inside
+    spots = [float(height(place)[1]) for place in rows]
     for index in range(1, len(spots)):  # each at its height or above the one before …
         spots[index] = max(spots[index], spots[index - 1] + gap)
     for index in reversed(range(len(spots))):  # … and pushed down again where that leaves the axes

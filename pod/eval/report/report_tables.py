@@ -126,7 +126,8 @@ def result_cell(comparison: Comparison, entry: Entry, tasks: Tasks, part: TaskPa
         if tasks[0] in entry.failed:
             return Cell("failed", tone="failed")
         return Cell("not run") if tasks[0] in entry.refused else NONE
-    found, against = value_cell(payload), comparison.against(entry, tasks, part)
+    found = value_cell(payload)
+    against = comparison.against(entry, tasks, part)
     if against is None:
         return found
     return replace(found, small="\n".join(change_lines(against)), tone=against.mark)
@@ -232,7 +233,8 @@ def task_table(comparison: Comparison, task: str) -> Table:
 
 
 def _task_row(comparison: Comparison, entry: Entry, task: str, binary: bool) -> list[Cell]:
-    payload, against = entry.parts[task], comparison.against(entry, (task,))
+    payload = entry.parts[task]
+    against = comparison.against(entry, (task,))
     row = [Cell(entry.label), value_cell(payload), change_cell(against)]
     if binary:
         row.append(NONE if against is None else cell(against.gained, f"{{}} / {against.lost}"))

@@ -62,7 +62,8 @@ def write_merged(
     Raises:
         ValueError: when a folder holds no results.
     """
-    comparison, folder = merge(folders), Path(out)
+    comparison = merge(folders)
+    folder = Path(out)
     theirs = paper_tables.blocks(comparison, paper_tables.load(papers), model)
     found = [*sections(comparison), *more, Section("Ours next to the papers'", theirs)]
     for title, name in (("Skipped and not run", "skipped"), ("How it was measured", "scoring")):

@@ -69,7 +69,8 @@ def measure_speed(run: SpeedRun) -> tuple[dict[str, dict[str, Any]], dict[str, E
 
     Returns: by method, its part of its result file; and by method that failed, its error.
     """
-    began, errors = time.perf_counter(), dict[str, Exception]()
+    began = time.perf_counter()
+    errors = dict[str, Exception]()
     lengths = [_race(run, length, errors) for length in run.args.efficiency_lengths]
     batches = [_largest_batches(run, prompt, new, errors) for prompt, new in run.options.max_batch]
     if run.options.longest_prompt:
@@ -124,7 +125,8 @@ def row_of(run: SpeedRun) -> str:
     args = run.args
     asked = [args.efficiency_lengths, args.efficiency_tokens, args.efficiency_repeats, asdict(run.options)]
     asked.append(args.device)
-    code, hardware = code_identity("eval/speed/*.py", "measure/*.py"), environment()["hardware"]
+    code = code_identity("eval/speed/*.py", "measure/*.py")
+    hardware = environment()["hardware"]
     return fingerprint([asked, run.recipe.seed, run.layout, code, hardware])
 
 
@@ -173,7 +175,8 @@ def _race(run: SpeedRun, length: int, errors: dict[str, Exception]) -> dict[str,
         with one.trying():
             one.model = run.method_runners[one.name].model
             if run.options.memory:  # measuring reads the whole prompt: the model is warm afterwards
-                make, prompt = partial(_cache, run, one.name, length), _prompt(run, one.model, length)
+                make = partial(_cache, run, one.name, length)
+                prompt = _prompt(run, one.model, length)
                 rows[one.name]["memory"] = measured_memory.measure(one.model, make, prompt, _MEMORY_STEPS)
             warm_up(one.model, _prompt(run, one.model, length))
     entries = _still_in(entries, errors)

@@ -90,7 +90,8 @@ def estimate_of(payload: Payload) -> Estimate | None:
     if not samples:
         return None
     if payload["kind"] == "nll":
-        sums, counts = [s["score"] for s in samples], [s["tokens"] for s in samples]
+        sums = [s["score"] for s in samples]
+        counts = [s["tokens"] for s in samples]
         return confidence.mean(sums, counts).mapped(math.exp)
     return _over_strata(
         payload, samples, lambda rows: confidence.share(_scores(rows), confidence.clusters_of(rows))
@@ -109,9 +110,11 @@ def compare(own: Payload, base: Payload, label: str) -> Against | None:
     pairs, left_out = paired_samples(own, base)
     if not pairs:
         return None
-    mine, theirs = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+    mine = [pair[0] for pair in pairs]
+    theirs = [pair[1] for pair in pairs]
     gaps = [a - b for a, b in zip(_scores(mine), _scores(theirs), strict=True)]
-    binary, relative = own["kind"] == "binary", own["kind"] == "nll"
+    binary = own["kind"] == "binary"
+    relative = own["kind"] == "nll"
     if relative:
         estimate = perplexity_change(_scores(mine), _scores(theirs), [sample["tokens"] for sample in mine])
     else:

@@ -78,7 +78,8 @@ def mean(
         clusters: the cluster that each sample belongs to (default: samples are independent).
     """
     sums, sizes = by_cluster(values, counts, clusters)
-    number, value = len(sums), float(sums.sum() / sizes.sum())
+    number = len(sums)
+    value = float(sums.sum() / sizes.sum())
     if number < 2:
         return Estimate(value)
     squares = float(np.square(sums - value * sizes).sum())
@@ -129,7 +130,8 @@ def wilson(successes: float, trials: float) -> tuple[float, float]:
     It is sound at 0 and at 1, where the normal interval has width zero.
     """
     assert 0 <= successes <= trials and trials >= 1, f"{successes} of {trials}"
-    rate, z2 = successes / trials, critical() ** 2
+    rate = successes / trials
+    z2 = critical() ** 2
     centre = (rate + z2 / (2 * trials)) / (1 + z2 / trials)
     half = math.sqrt(z2 * (rate * (1 - rate) / trials + z2 / (4 * trials**2))) / (1 + z2 / trials)
     return max(0.0, centre - half), min(1.0, centre + half)
@@ -145,10 +147,12 @@ def paired_share(
     the score test.
     """
     gaps = np.asarray(own, dtype=np.float64) - np.asarray(base, dtype=np.float64)
-    value, trials = float(gaps.mean()), len(gaps)
+    value = float(gaps.mean())
+    trials = len(gaps)
     worth = _worth(gaps - value, float(np.square(gaps).mean() - value**2), clusters)
     scale = worth / trials
-    gained, lost = scale * float((gaps > 0).sum()), scale * float((gaps < 0).sum())
+    gained = scale * float((gaps > 0).sum())
+    lost = scale * float((gaps < 0).sum())
     low, high = tango(gained, lost, worth)
     if clusters is None:
         p = mcnemar(round(gained), round(lost))
@@ -241,7 +245,8 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
     If every adjusted value below a level is marked, the chance of even one false mark stays below the level.
     """
-    order, adjusted = np.argsort(p_values), np.empty(len(p_values))
+    order = np.argsort(p_values)
+    adjusted = np.empty(len(p_values))
     steps = np.arange(len(order), 0, -1) * np.asarray(p_values)[order]
     adjusted[order] = np.minimum(1.0, np.maximum.accumulate(steps))
     return adjusted.tolist()

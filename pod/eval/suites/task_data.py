@@ -143,7 +143,8 @@ def load_rows(
     )
     for number, row in enumerate(rows, start=1):
         if missing := [field for field in fields if field not in row or (filled and not row[field])]:
-            lacks, expected = ", ".join(missing), ", ".join(fields)
+            lacks = ", ".join(missing)
+            expected = ", ".join(fields)
             raise ValueError(f"{suite}/{file}, {name} {number}: no {lacks}; expected {expected}")
     return rows
 

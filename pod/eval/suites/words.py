@@ -42,7 +42,8 @@ def bag_f1(found: Sequence[str], wanted: Sequence[str]) -> float:
     common = (Counter(found) & Counter(wanted)).total()
     if not common:
         return 0.0
-    precision, recall = common / len(found), common / len(wanted)
+    precision = common / len(found)
+    recall = common / len(wanted)
     return 2 * precision * recall / (precision + recall)
 
 

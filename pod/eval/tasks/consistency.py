@@ -139,7 +139,8 @@ class Consistency(TextTask):
         (that the method's cache held; None where no cache was used).
         """
         dense, last, scores = self.run.models.get("dense"), self.options.predictions, answer.score
-        reference, held = scores.predict_by_forward(dense, rows, last), [None] * len(rows)
+        reference = scores.predict_by_forward(dense, rows, last)
+        held = [None] * len(rows)
         if runner.method.name == "full":
             own = reference
         elif runner.method.one_shot:

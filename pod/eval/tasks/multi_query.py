@@ -207,7 +207,8 @@ def make_document(
     if options.question_in_prompt:
         whole = prompt + questions[0]
         # one token is held out, so that the first answer too is read from the compressed cache
-        prompt, last = whole[:-1], whole[-1:]
+        prompt = whole[:-1]
+        last = whole[-1:]
         told = [_plain(tokenizer, f" {values[0]}.\n{question}") for question in asked[1:]]
         questions = [last, *(last + row for row in told)]
     return QuestionedText(length, sample, values, tuple(depths), text, prompt, tuple(questions))

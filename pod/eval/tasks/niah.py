@@ -70,7 +70,8 @@ def make_needle_prompts(
         lines = [f"The special magic {n} number is: {v}." for n, v in zip(names, values, strict=True)]
         where = "eval.task_options.niah.chat_template"
         frame = question_frame(tokenizer, *_question(names), options.chat_template, where)
-        start, depths = start_of(seed, sample, sentences), spread_depths(depth, options.needles)
+        start = start_of(seed, sample, sentences)
+        depths = spread_depths(depth, options.needles)
         text = fitted(frame, sentences, start, lines or [STATEMENT], depths, length)
         question = 0 if question_aware else len(text) - len(frame.after)
         found = names, values or (STATEMENT,)

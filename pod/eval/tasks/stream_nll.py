@@ -95,7 +95,8 @@ class StreamNll(TextTask):
 
     def token_counts(self, method: EvaluatedMethod) -> tuple[int, int]:
         options, end = self.options, self._end(method)
-        behind, chunked = end - options.prompt_tokens, self._fed(method)[0] > 1
+        behind = end - options.prompt_tokens
+        chunked = self._fed(method)[0] > 1
         prompt = options.sequences * (end if chunked else options.prompt_tokens)
         return prompt, 0 if chunked else behind * -(-options.sequences // self.args.batch_size)
 

@@ -227,7 +227,8 @@ def layer_budgets(weights: Sequence[Fraction], seen: int, budget: int, is_printe
     """
     if seen <= budget:
         return [seen] * len(weights)
-    total, largest = len(weights) * budget, max(weights)
+    total = len(weights) * budget
+    largest = max(weights)
     ordinary = sum(weight == 1 for weight in weights)
     generous = len(weights) - ordinary
     share = total / (generous * largest + ordinary)
@@ -341,7 +342,8 @@ def nearest_slot(keys: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         Cosine - 1 and the slot of the most similar kept key, ``[B, H, 1]`` each.
     """
     compute = compute_dtype(keys.dtype)
-    wide, key = keys.to(compute), key.to(compute)
+    wide = keys.to(compute)
+    key = key.to(compute)
     products = (wide @ key.transpose(2, 3)).squeeze(3)
     lengths = (torch.linalg.vector_norm(x, dim=-1) for x in (wide, key))
     tiny, minus_one = _numbers(compute, keys.device)
@@ -364,7 +366,8 @@ def merge_one(x: Tensor, nearest: Tensor, dropped: Tensor, share: Tensor) -> Ten
         dropped: the dropped key or value ``[B, H, 1, d]``.
         share: weight of the dropped one ``[B, H, 1]``.
     """
-    own, other = one_slot(x, nearest).to(share.dtype), dropped.to(share.dtype)
+    own = one_slot(x, nearest).to(share.dtype)
+    other = dropped.to(share.dtype)
     return torch.lerp(own, other, share[..., None]).to(x.dtype)
 
 

@@ -52,7 +52,8 @@ class ExpectedAttention(Ranking):
         deviation = q - mean[:, :, None]
         spread = deviation.transpose(2, 3) @ deviation
         if self.mean is not None:  # combine the moments of two sets of queries (Chan et al., 1979)
-            shift, share = mean - self.mean, new / (self.count + new)
+            shift = mean - self.mean
+            share = new / (self.count + new)
             spread += self.spread + self.count * share * shift[..., None] * shift[:, :, None]
             mean = torch.lerp(self.mean, mean, share)
         self.mean, self.spread, self.count = mean, spread, self.count + new

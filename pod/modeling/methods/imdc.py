@@ -181,7 +181,8 @@ def share_by_retention(
     fitting = sum(sum(sizes(bend)) <= total for bend in bends)
     level = bends[max(0, fitting - 1)]
     if 0 < fitting < len(bends):
-        start, stop = sum(sizes(level)), sum(sizes(bends[fitting]))
+        start = sum(sizes(level))
+        stop = sum(sizes(bends[fitting]))
         level += (bends[fitting] - level) * (total - start) / (stop - start)
     return _whole(sizes(level))
 
@@ -238,7 +239,8 @@ class MemoryLayer(CacheLayer):
         super().__init__()
         params, ranks = request.params, request.inner == "snapkv"
         self.layer_idx, self.quantizer = layer_idx, request.quantizer
-        self.adaptive, self.updates = params.get("function") == "adaptive", params.get("update", True)
+        self.adaptive = params.get("function") == "adaptive"
+        self.updates = params.get("update", True)
         self.num_sink_tokens = params["num_sink_tokens"]
         self.observer = lambda: EndAttention(config, layer_idx, request) if ranks else LastQueries(1)
         self.ranks = ranks
@@ -300,7 +302,8 @@ class MemoryLayer(CacheLayer):
         if step.sizes is None:  # the first layer to get here decides for all, from their last retention
             ratios = [layer.retention for layer in step.layers]
             there = [layer.memory + self.held - self.memory for layer in step.layers]
-            total, lowest = planned * len(there), schedule.memory[0][0]
+            total = planned * len(there)
+            lowest = schedule.memory[0][0]
             equal = [planned] * len(there)
             step.sizes = share_by_retention(total, ratios, there, lowest) if any(ratios) else equal
         return step.sizes[self.layer_idx]
@@ -340,7 +343,8 @@ def _build(variant: str, config: PodConfig, request: Request) -> PodCache:
     MemoryLayer(config, 0, request)  # made only because this checks the request
     function = params.get("function", "linear")  # fm has no such parameter
     settings = Settings(variant, function, request.budget, params["chunk_size"], config.num_hidden_layers)
-    make_layer, rowwise = partial(MemoryLayer, request=request), function == "adaptive"
+    make_layer = partial(MemoryLayer, request=request)
+    rowwise = function == "adaptive"
     return GroupedCache(config, make_layer, request.spec, rowwise, chunks=settings)
 
 

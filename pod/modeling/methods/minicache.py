@@ -44,8 +44,10 @@ class Merged:
     """
 
     def __init__(self, quantizer: KVQuantizer, part: str):
-        self.directions, self.apart = quantizer.tokens(part), quantizer.tokens(part)
-        self.norms, self.positions = KVBuffer(), KVBuffer()
+        self.directions = quantizer.tokens(part)
+        self.apart = quantizer.tokens(part)
+        self.norms = KVBuffer()
+        self.positions = KVBuffer()
 
     def read(self, shared: KVBuffer, count: int, num_apart: int) -> Tensor:
         """The merged tokens as this layer attends to them, ``[B, H, count, d]``.
@@ -161,7 +163,8 @@ def merge_pair(shallower: PairLayer, deeper: PairLayer, count: int, num_apart: i
             deeper.merged[name].apart.append(b.gather(2, index), past_apart)
             deeper.merged[name].positions.append((apart + past).int(), past_apart)
     for layer in (shallower, deeper):
-        layer.merged_tokens, layer.num_apart = past + count, past_apart + num_apart
+        layer.merged_tokens = past + count
+        layer.num_apart = past_apart + num_apart
         for merged in layer.merged.values():
             merged.directions.flush(layer.merged_tokens)
             merged.apart.flush(layer.num_apart)
@@ -188,7 +191,8 @@ def interpolate(a: Tensor, b: Tensor, t: float) -> tuple[Tensor, Tensor, Tensor,
         radians; all in at least fp32.
     """
     wide = compute_dtype(a.dtype)
-    (unit_a, norm_a), (unit_b, norm_b) = _unit(a.to(wide)), _unit(b.to(wide))
+    (unit_a, norm_a) = _unit(a.to(wide))
+    (unit_b, norm_b) = _unit(b.to(wide))
     angle = (unit_a * unit_b).sum(-1, keepdim=True).clamp(-1, 1).acos()
     sine = angle.sin()
     line, _ = _unit((1 - t) * unit_a + t * unit_b)

@@ -64,7 +64,8 @@ class QuestLayer(PodCacheLayer):
 
     def _update_pages(self, k: Tensor, past: int) -> None:
         """Update the bounds of pages with new rotated keys ``[B, leads, m, d]`` behind ``past`` tokens."""
-        offset, first = past % self.page_size, past // self.page_size
+        offset = past % self.page_size
+        first = past // self.page_size
         if offset:  # the first page has tokens already: in their place, use its minimum and maximum as keys
             bounds = self.pages.read(first + 1)[:, :, first].unflatten(2, (2, -1))
             k = torch.cat((bounds.repeat(1, 1, ceil(offset / 2), 1)[:, :, :offset], k), dim=2)
@@ -110,7 +111,8 @@ class QuestLayer(PodCacheLayer):
         """
         if self.is_dense:
             return None, slot_logits(q, self.lead_keys.stored, length, self.scale)
-        last_page, groups = (length - 1) // self.page_size, q.squeeze(2).unflatten(1, (-1, self.groups))
+        last_page = (length - 1) // self.page_size
+        groups = q.squeeze(2).unflatten(1, (-1, self.groups))
         pages = self.choose_pages(groups, last_page + 1)
         slots = torch.add(numbers(self.page_size, q.device), pages[..., None], alpha=self.page_size)
         behind = (last_page + 1) * self.page_size - length  # slots of the last page that are still empty
@@ -124,7 +126,8 @@ class QuestLayer(PodCacheLayer):
         Their leads must all read equally many tokens.
         """
         read, found = zip(*(step.lead.read[head] for head in heads), strict=True)
-        slots, logits = None if read[0] is None else torch.stack(read, 1), torch.stack(found, 1)
+        slots = None if read[0] is None else torch.stack(read, 1)
+        logits = torch.stack(found, 1)
         followers = tuple(head for head in heads if head in self.roles.followers)
         if followers:
             at = chosen(followers, heads)

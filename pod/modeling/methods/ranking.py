@@ -81,7 +81,8 @@ class EndAttention(LastQueries):
     """
 
     def __init__(self, config: PodConfig, layer_idx: int, request: Request):
-        self.kernel, self.pool = request.params["kernel"], request.params["pool"]
+        self.kernel = request.params["kernel"]
+        self.pool = request.params["pool"]
         if self.kernel % 2 == 0:
             raise ValueError(f"{request.spec}: kernel = {self.kernel} must be odd")
         super().__init__(request.below_budget("window"))
@@ -89,7 +90,8 @@ class EndAttention(LastQueries):
 
     def scores(self, keys: Tensor, values: Tensor, step: Step) -> Tensor:
         assert self.observed is not None, "a prompt has a token"
-        recent, n = self.observed.shape[2], keys.shape[2]
+        recent = self.observed.shape[2]
+        n = keys.shape[2]
         scores = attention_column_sums(self.observed, keys, scale=self.scale)[..., : n - recent]
         scores = scores.unflatten(1, (keys.shape[1], -1)).mean(2)
         scores = _POOLS[self.pool](scores, self.kernel, stride=1, padding=self.kernel // 2)

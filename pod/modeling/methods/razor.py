@@ -35,8 +35,10 @@ class RazorLayer(CacheLayer):
     def __init__(self, config: PodConfig, layer_idx: int, request: Request):
         super().__init__()
         self.layer_idx, params = layer_idx, request.params
-        self.num_sink_tokens, self.num_recent_tokens = params["num_sink_tokens"], params["num_recent_tokens"]
-        self.compression, self.compensates = params["compression"], params["compensation"]
+        self.num_sink_tokens = params["num_sink_tokens"]
+        self.num_recent_tokens = params["num_recent_tokens"]
+        self.compression = params["compression"]
+        self.compensates = params["compensation"]
         self.roles = roles_of(params["heads"].lead, layer_idx)
         self.groups, self.scale = config.num_key_value_groups, config.head_dim**-0.5
         self.quantizer = request.quantizer

@@ -83,7 +83,8 @@ class OwnKeys:
 
         Own keys stay of the first tokens kept and of at least the last ``recents``.
         """
-        was, self.held = self.held - self.recents, kept.shape[2]
+        was = self.held - self.recents
+        self.held = kept.shape[2]
         sinks, recents = self._sizes(recents)
         slots = kept[..., first_and_last(sinks, recents, self.held, kept.device)]
         slots = torch.where(slots < self.sinks, slots, (slots - was).clamp(min=0) + self.sinks)
@@ -350,7 +351,8 @@ class SharedSelectionLayer(PodCacheLayer):
             x = x.index_select(1, head_index(self.order, width, x.device))
         found, start = [], 0
         for group in self.head_groups:
-            leads, followers = width * len(group.leads), width * len(group.followers)
+            leads = width * len(group.leads)
+            followers = width * len(group.followers)
             both = x[:, start : start + leads + followers]
             found.append(ByRole(both[:, :leads], both[:, leads:], both))
             start += leads + followers

@@ -38,11 +38,13 @@ class SimLayer(SlidingLayer):
 
     def __init__(self, config: PodConfig, layer_idx: int, request: Request):
         params = request.params
-        self.threshold, self.detector = params["threshold"], params["detector"]
+        self.threshold = params["threshold"]
+        self.detector = params["detector"]
         self.num_last_queries = params["num_last_queries"]
         given = given_layers(request, config.num_hidden_layers)
         is_exempt = params["exempt_last_layer"] and layer_idx == config.num_hidden_layers - 1
-        self.is_given, self.starts_lazy = given is not None or is_exempt, layer_idx in (given or ())
+        self.is_given = given is not None or is_exempt
+        self.starts_lazy = layer_idx in (given or ())
         if params["prefill"] == "streaming" and self.detector == "decode" and given is None:
             raise ValueError(
                 f"{request.spec}: prefill = 'streaming' compresses before a token is generated; choose "
@@ -67,7 +69,8 @@ class SimLayer(SlidingLayer):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
         q, k = step.ropes[self.layer_idx].pair(q, k)
         assert q.shape[0] == 1, "one row at a time: its layers are judged by what it attends to"
-        new, can_change = Tokens(k, v), not (self.is_lazy or self.is_given)
+        new = Tokens(k, v)
+        can_change = not (self.is_lazy or self.is_given)
         if step.is_decode:
             out, weights = self.tokens.attend_decode(q, new, self.scale)
             if self.judges_next and can_change:

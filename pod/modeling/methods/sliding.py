@@ -102,7 +102,8 @@ class CompensationToken:
         """Update the mean with ``c`` tokens ``[b, h, c, d]`` that leave: ``k̂ += (mean(k) - k̂) c / N_d``."""
         if not self.is_on:
             return
-        new, compute = tokens.keys.shape[2], compute_dtype(tokens.keys.dtype)
+        new = tokens.keys.shape[2]
+        compute = compute_dtype(tokens.keys.dtype)
         self.count += new
         means = [x.to(compute) if new == 1 else x.mean(2, keepdim=True, dtype=compute) for x in tokens]
         if self.mean is not None:

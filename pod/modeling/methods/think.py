@@ -42,7 +42,8 @@ class ThinKeyQuantizer(KVQuantizer):
         parts = 8 // getattr(request.quantizer, "bits", 8)  # how many numbers of a token are in a byte
         self.inner = request.quantizer
         self.num_channels = -(-kept // parts) * parts
-        self.num_queries, self.recent = request.params["queries"], request.params["recent"]
+        self.num_queries = request.params["queries"]
+        self.recent = request.params["recent"]
         self.window = self.inner.window
 
     def tokens(self, part: str, evicts: bool = False) -> KVBuffer:
@@ -126,7 +127,8 @@ class ThinKeys(KVBuffer):
                 of_keys = _mean_norms(keys, keys.shape[1])
                 self.channels = best_slots(of_queries * of_keys, self.rule.num_channels)[:, :, None]
             self.thin.append(keys[:, :, :count].gather(3, self._index(count)), self.num_thin)
-            self.data, self.num_thin = keys[:, :, count:].clone(), self.num_thin + count
+            self.data = keys[:, :, count:].clone()
+            self.num_thin = self.num_thin + count
         if self.num_thin:
             self.thin.flush(self.num_thin)
 

@@ -146,7 +146,8 @@ class SinkLayer(PodCacheLayer):
         k = rope.turn_at(k, name, new_places)
         if step.is_fresh:
             return Tokens(k, v), q
-        keys, values = Recent(self.near_keys, k, step.rows), Recent(self.near_values, v, step.rows)
+        keys = Recent(self.near_keys, k, step.rows)
+        values = Recent(self.near_values, v, step.rows)
         if keys.held is not None:
             places = self._positions(step.past, max(keys.past)) - start
             keys.held = rope.turn_at(keys.held, ("held", *name), lambda: _once(places, step))

@@ -279,7 +279,8 @@ class PodCache(Cache):
             )
         if has_embeds or self._seen_ids is None or input_ids.shape[1] == new:
             return
-        seen, given = torch.cat(self._seen_ids, dim=1), input_ids[:, : self._columns]
+        seen = torch.cat(self._seen_ids, dim=1)
+        given = input_ids[:, : self._columns]
         is_equal = input_ids.shape[1] == columns and given.shape == seen.shape
         if is_equal:
             equal = given.to(seen) == seen

@@ -164,7 +164,8 @@ class Reader:
             return _DTYPES[facts["dtype"]]
         if "dict" in facts:
             return {self.read(k): self.read(v) for k, v in facts["dict"]}
-        name, items = facts["made"], [self.read(item, place) for place, item in enumerate(facts["of"])]
+        name = facts["made"]
+        items = [self.read(item, place) for place, item in enumerate(facts["of"])]
         if name in _MADE:
             return _MADE[name](*items) if name == "Fraction" else _MADE[name](items)
         return self._classes[name]._make(items)  # type: ignore[attr-defined]

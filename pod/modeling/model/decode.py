@@ -104,7 +104,8 @@ def make_buffers(
     Raises:
         ValueError: fewer programs than KV heads.
     """
-    device, compute = torch.device(device), compute_dtype(dtype)
+    device = torch.device(device)
+    compute = compute_dtype(dtype)
     programs = programs or num_programs(batch, kv_heads, device)
     if programs < kv_heads:
         raise ValueError(f"{programs} programs are fewer than {kv_heads} KV heads; give at least one to each")

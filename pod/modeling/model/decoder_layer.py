@@ -272,7 +272,8 @@ class PodAttention(nn.Module):
         self, q, k, v, sink: Sink | None, context: ForwardContext, shared_qk: SharedQKTensors
     ) -> tuple[Tensor, SharedQKTensors]:
         rope = context.ropes[self.layer_idx]
-        q, k = rope(q), rope(k)
+        q = rope(q)
+        k = rope(k)
         if self.layout == "cla":
             return self._attend_across(q, k, v, context, shared_qk)
         lead, roles = None, roles_of(context.lead, self.layer_idx)

@@ -73,7 +73,8 @@ class PodExperts(nn.Module):
         """Multiply ``rows`` ``[n, in]`` by their experts in ``weight`` ``[E, out, in]``: ``[n, out]``."""
         dtype = autocast_dtype(rows)
         if dtype is not None:
-            rows, weight = rows.to(dtype), weight.to(dtype)
+            rows = rows.to(dtype)
+            weight = weight.to(dtype)
         if takes_grouped_mm(rows, weight, is_step):
             return F.grouped_mm(rows, weight.transpose(1, 2), offs=groups.ends)
         if len(rows) <= len(weight):
@@ -122,7 +123,8 @@ def _multiply_blocks(rows: Tensor, weight: Tensor, groups: ExpertGroups) -> Tens
     of zeros at the beginning of its first block. The number of blocks depends only on the numbers of rows and
     experts. Blocks that are not needed have only zeros.
     """
-    count, experts = len(rows), len(weight)
+    count = len(rows)
+    experts = len(weight)
     size = min(_MOST_ROWS, 1 << ((count // experts).bit_length() - 1))
     blocks = (count + experts * (size - 1)) // size
     sizes = groups.ends.diff(prepend=groups.ends.new_zeros(1))

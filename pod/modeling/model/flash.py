@@ -121,7 +121,8 @@ def _strips(call: Call, piece: Slice) -> Iterator[Slice]:
 
 def _strip_mask(rows: int, window: int, like: Tensor) -> Tensor:
     """The additive mask of a strip, ``[rows, window - 1 + rows]``: 0 in the window of a row, else -inf."""
-    row, column = torch.arange(rows)[:, None], torch.arange(window - 1 + rows)
+    row = torch.arange(rows)[:, None]
+    column = torch.arange(window - 1 + rows)
     mask = torch.zeros(rows, column.shape[0], dtype=like.dtype)
     return mask.masked_fill_((column < row) | (column >= row + window), float("-inf"))
 
@@ -164,7 +165,8 @@ def _forward(call: Call) -> tuple[Tensor, Tensor]:
     for segment, found in zip(segments, calls, strict=True):
         written = 0  # rows below this already hold a result that the next part must be merged into
         for part in found:
-            rows, results = _rows(segment, part), _run(call, segment, part)
+            rows = _rows(segment, part)
+            results = _run(call, segment, part)
             if part.rows[0] >= written:
                 out[rows], lse[rows] = results
                 written = part.rows[1]

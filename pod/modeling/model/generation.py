@@ -89,7 +89,8 @@ class PodGenerationMixin(GenerationMixin):
     ) -> None:
         if (asked := generation_config.cache_implementation) is not None:
             raise ValueError(f"cache_implementation={asked!r} is not supported: a model makes its own cache")
-        cache, mask = model_kwargs.get("past_key_values"), model_kwargs.get("attention_mask")
+        cache = model_kwargs.get("past_key_values")
+        mask = model_kwargs.get("attention_mask")
         if mask is not None and not mask[:, -1].all():
             raise ValueError(
                 "attention_mask ends with padding, behind which generate() would go on: "
@@ -114,7 +115,8 @@ class PodGenerationMixin(GenerationMixin):
         Returns:
             The number of columns of the whole conversation, those in the cache included.
         """
-        cache, mask = model_kwargs["past_key_values"], model_kwargs.get("attention_mask")
+        cache = model_kwargs["past_key_values"]
+        mask = model_kwargs.get("attention_mask")
         embeds = model_kwargs.get("inputs_embeds")
         given = (input_ids if embeds is None else embeds).shape[1]
         # stock generate() drops a mask of ones and remembers its width

@@ -38,7 +38,8 @@ def decode(call: DecodeCall) -> None:
     q = q.to(call.buffers.logits.dtype) * call.scale
     out = call.out.unflatten(1, (call.roles.num_heads, -1))
     if call.near is not None:
-        heads, limit = chosen(call.roles.windows), call.near.keys.shape[2]
+        heads = chosen(call.roles.windows)
+        limit = call.near.keys.shape[2]
         sink = None if call.sink is None else call.sink.of_heads(call.roles.windows)
         for row, slots in _alike([min(length, limit) for length in lengths]):
             keys = call.near.keys[row]
@@ -95,7 +96,8 @@ def _decode_rows(call: DecodeCall, q: Tensor, length: int) -> Tensor:
     out = torch.empty_like(q)
     for heads, keys in ((roles.leads, call.keys), (roles.followers, call.window_keys)):
         if heads:  # no head needs the logits of another one here
-            at, values = chosen(heads, roles.held), take_heads(call.values, [*map(roles.held.index, heads)])
+            at = chosen(heads, roles.held)
+            values = take_heads(call.values, [*map(roles.held.index, heads)])
             out[:, at] = _attend_all(q[:, at], keys, values, length)
     return out
 
@@ -130,7 +132,8 @@ def _lead(call: DecodeCall, q: Tensor, length: int, proximal: Tensor) -> None:
         proximal: ``[b, h, G, n_s + n_r]``, gets the logits of proximal tokens, in the order of positions.
     """
     n_s, oldest_recent, buffers = call.num_sink_tokens, length - call.num_recent_tokens, call.buffers
-    heads, at = chosen(call.roles.leads), chosen(call.roles.leads, call.roles.held)
+    heads = chosen(call.roles.leads)
+    at = chosen(call.roles.leads, call.roles.held)
     logits = buffers.logits[:, heads, :, :length]
     write_scores(q[:, at], call.keys, logits)
     proximal[:, at, :, :n_s] = logits[..., :n_s]
@@ -170,9 +173,11 @@ def _distant(call: DecodeCall, gate: Tensor, length: int) -> Tensor:
     buffers, held = call.buffers, chosen(call.roles.held)
     if buffers.weights is None:
         logits = buffers.logits[:, held, :, start:stop]
-        weights, sums = (logits - buffers.distant_lse[:, held, :, None]).exp(), torch.ones_like(gate)
+        weights = (logits - buffers.distant_lse[:, held, :, None]).exp()
+        sums = torch.ones_like(gate)
     else:
-        weights, sums = buffers.weights[:, held, :, start:stop], buffers.weight_sums[:, held]
+        weights = buffers.weights[:, held, :, start:stop]
+        sums = buffers.weight_sums[:, held]
     reads = torch.ones(gate.shape[:2], dtype=torch.bool)
     if call.tau is not None:
         for head in map(call.roles.held.index, call.roles.followers):
@@ -218,7 +223,8 @@ def attend_slots(
         held.masked_fill_(~used[:, :, None], float("-inf"))
     parts = [held, *(slot_logits(q, x.keys, x.keys.shape[2], scale) + extra for x, extra in also)]
     logits = torch.cat(parts, dim=3) if also else held
-    weights, lse = logits.softmax(-1), logits.logsumexp(-1)
+    weights = logits.softmax(-1)
+    lse = logits.logsumexp(-1)
     counts, stored = [x.shape[3] for x in parts], (values, *(x.values for x, _ in also))
     shares = zip(weights.split(counts, dim=3), stored, strict=True)
     out = reduce(torch.add, (_weighted(share, own, 0, share.shape[3]) for share, own in shares))
@@ -351,10 +357,12 @@ def _product(weights: Tensor, values: Tensor) -> Tensor:
     cores = torch.get_num_threads() if values.device.type == "cpu" else 1
     if batch > 1 or tokens <= _FEW_TOKENS or heads % cores == 0:
         return weights @ values
-    whole, cut = heads - heads % cores, tokens - tokens % cores
+    whole = heads - heads % cores
+    cut = tokens - tokens % cores
     out = [weights[:, :whole] @ values[:, :whole]]
     for left, right in zip(weights[0, whole:], values[0, whole:], strict=True):
-        weights_of, values_of = left[:, :cut].unflatten(1, (cores, -1)), right[:cut].unflatten(0, (cores, -1))
+        weights_of = left[:, :cut].unflatten(1, (cores, -1))
+        values_of = right[:cut].unflatten(0, (cores, -1))
         parts = weights_of.transpose(0, 1) @ values_of
         out.append((parts.sum(0) + left[:, cut:] @ right[cut:])[None, None])
     return torch.cat(out, 1)

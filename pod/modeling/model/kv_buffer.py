@@ -43,7 +43,8 @@ def take_slots(x: Tensor, slots: Tensor) -> Tensor:
     batch, heads, n, head_dim = x.shape
     if x.stride()[2:] != (head_dim, 1) or x.stride(0) != heads * x.stride(1) or x.stride(1) % head_dim:
         x = x.contiguous()
-    row, head = x.stride(0) // head_dim, x.stride(1) // head_dim
+    row = x.stride(0) // head_dim
+    head = x.stride(1) // head_dim
     tokens = x.as_strided(((batch - 1) * row + (heads - 1) * head + n, head_dim), (head_dim, 1))
     return tokens.index_select(0, places_of(slots, head).flatten()).view(*slots.shape, head_dim)
 

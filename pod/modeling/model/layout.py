@@ -177,7 +177,9 @@ class PodCacheLayer(CacheLayer):
         """``_attend_chunk`` for the KV heads of one role."""
         lead = step.lead.take(heads, step.max_length) if heads == self.roles.followers else None
         see = CAUSAL if heads == self.roles.leads else self._visibility
-        tokens, own, sink = self._tokens(heads, k, v, step), take_heads(q, heads, self.groups), None
+        tokens = self._tokens(heads, k, v, step)
+        own = take_heads(q, heads, self.groups)
+        sink = None
         if step.sink is not None and heads == self.roles.windows:
             sink = step.sink.of_heads(heads)
         options = {"scale": self.scale, "backend": step.chunk_backend, "sink": sink}
@@ -188,7 +190,10 @@ class PodCacheLayer(CacheLayer):
 
         The chunk ``k``, ``v`` ``[B, H, m, d]`` is read only for windows, which do not hold it yet.
         """
-        k, v, roles, rows = take_heads(k, heads), take_heads(v, heads), self.roles, step.rows
+        k = take_heads(k, heads)
+        v = take_heads(v, heads)
+        roles = self.roles
+        rows = step.rows
         if heads == roles.windows:
             return Tokens(Recent(self.near_keys, k, rows), Recent(self.near_values, v, rows))
         values = take_heads(self.all_values.view(step.max_length), [roles.held.index(h) for h in heads])
@@ -215,7 +220,8 @@ class PodCacheLayer(CacheLayer):
         if self.skips is not None and self.tau is not None and window_keys is not None:
             self.skips = self.skips or [[] for _ in rows]
             skipped = self._gates(q, window_keys, step) >= self.tau
-            heads, groups = skipped.sum((1, 2)).tolist(), skipped.all(2).sum(1).tolist()
+            heads = skipped.sum((1, 2)).tolist()
+            groups = skipped.all(2).sum(1).tolist()
             for row, *found in zip(self.skips, rows, heads, groups, strict=True):
                 row.append(tuple(found))
         return out

@@ -226,7 +226,8 @@ class Packed(NamedTuple):
         """
         lowest, highest = self.bounds
         out = self.tail.new_empty(*self.shape[:2], stop - start, self.shape[3], dtype=dtype or self.dtype)
-        packed, native = min(max(highest, start), stop), min(max(lowest, start), stop)
+        packed = min(max(highest, start), stop)
+        native = min(max(lowest, start), stop)
         if packed > start:
             self._unpack(start, packed, out[:, :, : packed - start])
         position = torch.arange(native, stop, device=self.device)
@@ -241,7 +242,8 @@ class Packed(NamedTuple):
     def _unpack(self, start: int, stop: int, out: Tensor) -> None:
         """Unpack tokens ``start … stop - 1`` into ``out``, even if they begin or end inside a group."""
         shared = self.packing.shared
-        first, last = start // shared, -(-stop // shared)
+        first = start // shared
+        last = -(-stop // shared)
         groups = self.zero[:, :, first:last], self.scale[:, :, first:last]
         codes = self.codes[:, :, first * shared : last * shared]
         if (first * shared, last * shared) == (start, stop):
@@ -282,7 +284,8 @@ class Packed(NamedTuple):
 
     def _natives(self, start: int, stop: int, dtype: torch.dtype) -> Iterator[tuple[Tensor, int, int]]:
         """Tokens ``[start, stop)`` as floats, in pieces ``(tokens [B, h, last - first, d], first, last)``."""
-        native, room = min(max(self.bounds[1], start), stop), self.tail.shape[2]
+        native = min(max(self.bounds[1], start), stop)
+        room = self.tail.shape[2]
         for first, last in tiles(self, start, native):
             yield self.span(first, last, dtype), first, last
         while native < stop:
@@ -309,9 +312,11 @@ class Packed(NamedTuple):
         codes, bits = self.codes[:, :, start:stop], self.packing.bits
         numbers = codes.new_empty(self.packing.parts, *codes.shape)
         into = numbers
-        signs, top = sum(128 >> shift for shift in range(0, 8, bits)), 256 - 2 ** (8 - bits)
+        signs = sum(128 >> shift for shift in range(0, 8, bits))
+        top = 256 - 2 ** (8 - bits)
         if codes.shape[3] % 4 == 0:  # four bytes at a time take half the time
-            codes, into = codes.view(torch.int32), into.view(torch.int32)
+            codes = codes.view(torch.int32)
+            into = into.view(torch.int32)
             signs = signs * 0x01010101 - 2**32
             top = top * 0x01010101 - 2**32
         torch.bitwise_xor(codes, signs, out=into[-1])

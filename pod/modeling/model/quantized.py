@@ -62,7 +62,8 @@ class Codes:
         reserved = -(-self.capacity // group) * group
         wanted = reserved if slots <= reserved else slots + slots // _SLACK // group * group
         wanted = wanted if self.limit is None else min(wanted, self.limit)
-        old, self.tensors = self._at(0, self.slots), self.packing.allocate(like, wanted)
+        old = self._at(0, self.slots)
+        self.tensors = self.packing.allocate(like, wanted)
         if not old:
             return
         for new, held in zip(self._at(0, old[0].shape[2]), old, strict=True):
@@ -153,7 +154,8 @@ class Newest:
 
     def append(self, x: Tensor) -> None:
         """Append ``[b, h, m, d]``: a single token to the ring if a slot is free there, else as pending."""
-        stop, held = self.stop + x.shape[2], len(self)
+        stop = self.stop + x.shape[2]
+        held = len(self)
         if self.pending is None and self.ring is not None and x.shape[2] == 1 and held < self.room:
             self.ring[:, :, self.stop % self.room] = x[:, :, 0]
         else:
@@ -530,7 +532,8 @@ def _put(target: Tensor, slots: Tensor, x: Tensor, mask: Tensor) -> None:
     if slots.shape[2] > 1:
         columns = torch.arange(slots.shape[2], device=slots.device)
         columns = torch.where(mask, columns, mask.byte().argmax(2, keepdim=True))
-        slots, mask = slots.gather(2, columns), mask.gather(2, columns)
+        slots = slots.gather(2, columns)
+        mask = mask.gather(2, columns)
         x = x.gather(2, columns[..., None].expand_as(x))
     places = slots.clamp(max=target.shape[2] - 1)[..., None].expand(-1, -1, -1, target.shape[3])
     target.scatter_(2, places, torch.where(mask[..., None], x.to(target.dtype), target.gather(2, places)))

@@ -46,7 +46,8 @@ def _rows(call: Call, tokens: list, segment: Segment, rows: Span) -> tuple[Tenso
     logits, visible = logits_of(call.q, keys), proximal
     if call.lead is not None:
         far = logits_of(call.lead.queries, far_keys)
-        logits, visible = torch.where(proximal, logits, far), proximal | distant
+        logits = torch.where(proximal, logits, far)
+        visible = proximal | distant
     nothing = ~visible.any(-1, keepdim=True)
     logits = logits.masked_fill(~visible & ~nothing, float("-inf"))
     if call.sink is not None:  # it adds one column of logits, and one row of values

@@ -110,9 +110,11 @@ class Rope:
         """
         frequencies = self.frequencies.to(self.compute_dtype)
         angles = position_ids[:, None, :, None, None].to(self.compute_dtype) * frequencies
-        cos, sin = angles.cos(), angles.sin()
+        cos = angles.cos()
+        sin = angles.sin()
         if self.attention_scaling != 1.0:
-            cos, sin = cos * self.attention_scaling, sin * self.attention_scaling
+            cos = cos * self.attention_scaling
+            sin = sin * self.attention_scaling
         return cos, torch.cat((-sin, sin), dim=-2)
 
     def pair(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:

@@ -458,7 +458,8 @@ class GroupedCache(PodCache):
 def _pass_of_some(taken: RowGroup, part: Step) -> Step:
     """The pass ``part`` of a group, for the group ``taken`` that some of its rows have become."""
     rows = slice(len(taken.rows))  # any rows will do, as past and counts are equal in all of them
-    past, counts = part.past[rows], part.counts[rows]
+    past = part.past[rows]
+    counts = part.counts[rows]
     return replace(part, layers=taken.layers, past=past, counts=counts, agreed=Agreed(part.sizes))
 
 
@@ -480,7 +481,8 @@ class _GroupedLayer(CacheLayer):
         return out
 
     def _attend_group(self, number: int, rows: Tensor | None, step: Step, qkv: list[Tensor]) -> Tensor:
-        part, layer = step.groups[number][0], self.cache.groups[number].layers[self.layer_idx]
+        part = step.groups[number][0]
+        layer = self.cache.groups[number].layers[self.layer_idx]
         if part.ropes is None:
             made = {rope: rope.for_rows(rows, part.num_new) for rope in set(step.ropes)}
             part.ropes, part.backend = [made[rope] for rope in step.ropes], step.backend

@@ -415,7 +415,8 @@ class SharingPlan:
         )
         n = self.provenance.get("budget_length") or self.provenance.get("sequence_length")
         if isinstance(n, int) and n > 0 and "layers" not in self.provenance:
-            own, other = self.saving(n), self.saving(n, sinks, recent)
+            own = self.saving(n)
+            other = self.saving(n, sinks, recent)
             said += f" (at {n:,} tokens these save {own:.1%} of the KV bytes, yours {other:.1%})"
         if "plan_cost" in self.provenance:
             said += (

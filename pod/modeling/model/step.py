@@ -188,7 +188,8 @@ class Step:
         if device == self.past.device and not self.copies:
             return self
         length = self.max_length  # read first, so that no copy reads it from its device again
-        found, every = self._at(device), range(sys.maxsize)
+        found = self._at(device)
+        every = range(sys.maxsize)
         for step in (found, *(part for part, _ in found.groups)):
             step.lead.move(device, length, every if heads is None else heads)
         return found

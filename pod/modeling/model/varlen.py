@@ -167,7 +167,8 @@ def _part(kind: Slice, spans: list[tuple[Span, Span]], most_rows: int, scale: fl
             rows.append((start, min(start + most_rows, all_rows[1])))
             columns.append(own_columns)
             copy_of.append(number)
-    (row_bounds, longest_rows), (column_bounds, longest) = _bounds(rows, device), _bounds(columns, device)
+    (row_bounds, longest_rows) = _bounds(rows, device)
+    (column_bounds, longest) = _bounds(columns, device)
     call = PackedCall((row_bounds, column_bounds), (longest_rows, longest), kind.causal, kind.window, scale)
     part = FlashCall(kind.lead, _place(rows, device), _place(columns, device), call)
     if len(rows) == len(spans):
@@ -343,7 +344,8 @@ def _merged(results: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     Returns:
         Output ``[r, Hq, d]``, in the memory of the first part's output, and log-sum-exp ``[r, Hq]``.
     """
-    outs, lses = [out for out, _ in results], torch.stack([lse.t() for _, lse in results])
+    outs = [out for out, _ in results]
+    lses = torch.stack([lse.t() for _, lse in results])
     total = lses.logsumexp(0)
     if len(outs) == 1:
         return outs[0], total

@@ -50,7 +50,8 @@ class WindowBuffer(KVBuffer):
             found = [(start, start, stop - start)]
         else:
             n_s, n_r = self.num_sink_tokens, self.num_recent_tokens
-            first, wrap = max(start, n_s, length - n_r), stop - (stop - n_s) % n_r
+            first = max(start, n_s, length - n_r)
+            wrap = stop - (stop - n_s) % n_r
             recent = ((first, min(wrap, stop)), (max(first, wrap), stop))
             found = [(start, start, min(stop, n_s) - start)]
             found += [(begin, n_s + (begin - n_s) % n_r, end - begin) for begin, end in recent]
@@ -109,7 +110,8 @@ class Recent:
     def rows(self, rows: slice) -> "Recent":
         """The same for these rows only."""
         part = copy(self)
-        part.new, part.past = self.new[rows], self.past[rows]
+        part.new = self.new[rows]
+        part.past = self.past[rows]
         part.held = None if self.held is None else self.held[rows]
         return part
 

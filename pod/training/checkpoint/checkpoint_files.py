@@ -116,7 +116,8 @@ class Checkpointer:
         self._pending = final
         self.saved_step = state.step
         self.num_begun += 1
-        state, pieces = replace(state, world_size=self.mesh.world_size), bridge.pieces(self.engine)
+        state = replace(state, world_size=self.mesh.world_size)
+        pieces = bridge.pieces(self.engine)
         if self.args.save_mode == "sync":
             self._write(final, state, pieces, random_states(), lambda: self.control.alive("save"))
             self._publish()
@@ -447,7 +448,8 @@ def _fill(values: Tensor, start: int, saved: Any, saved_start: int) -> int:
         The number of these elements.
     """
     (size,) = saved.get_shape()
-    first, stop = max(start, saved_start), min(start + values.numel(), saved_start + size)
+    first = max(start, saved_start)
+    stop = min(start + values.numel(), saved_start + size)
     if first < stop:
         values[first - start : stop - start] = saved[first - saved_start : stop - saved_start]
     return max(0, stop - first)
@@ -508,7 +510,8 @@ def restore_model(checkpoint: Path, state: TrainState, start_model: Any = None) 
         check_identity(state, start_identity_of(base.config, samples), refusal)
         model = add_lora(base, state.lora)
         expected = {name for name in model.state_dict() if "lora_" in name or is_constant(name)}
-    missing, unexpected = sorted(expected - weights.keys()), sorted(weights.keys() - expected)
+    missing = sorted(expected - weights.keys())
+    unexpected = sorted(weights.keys() - expected)
     if missing or unexpected:
         raise ValueError(
             f"checkpoint {checkpoint} does not fit its model: missing {missing[:3] or 'none'}, "

@@ -188,7 +188,8 @@ def changed_settings(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
         before: the earlier recipe.
         now: the recipe of this run.
     """
-    old, new = before.get("train") or {}, now.get("train") or {}
+    old = before.get("train") or {}
+    new = now.get("train") or {}
     changed = [name for name in new if name in old and old[name] != new[name]]
     return [f"train.{name} {old[name]} -> {new[name]}" for name in changed]
 

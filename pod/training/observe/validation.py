@@ -89,7 +89,8 @@ def _packed(documents: Sequence[np.ndarray], length: int, count: int) -> Iterato
 
 def padded_row(token_ids: Sequence[int], answer: int, length: int) -> Rows:
     """One document as a row of `length` tokens. Only its last `answer` tokens are to be predicted."""
-    tokens, end = torch.tensor([token_ids]), len(token_ids)
+    tokens = torch.tensor([token_ids])
+    end = len(token_ids)
     labels = torch.full_like(tokens, IGNORED_LABEL)
     labels[0, end - 1 - answer : end - 1] = tokens[0, end - answer :]
     row = {"input_ids": tokens, "labels": labels, "doc_ids": torch.zeros_like(tokens)}

@@ -223,7 +223,8 @@ def check_fits(layout: ParallelLayout) -> None:
     kept = sum(layout.reserve.values()) / GIB
     usable = layout.limit * device.memory_gib - kept
     rule = f"{layout.limit:.0%} of {device.name}" + (f", less a reserve of {kept:.1f}" if kept else "")
-    host, host_usable = layout.host_bytes_per_machine / GIB, HOST_SHARE * layout.machine.host_gib
+    host = layout.host_bytes_per_machine / GIB
+    host_usable = HOST_SHARE * layout.machine.host_gib
     pins = ", ".join(f"{name}={getattr(layout.job.args, name)}" for name in sorted(layout.pinned))
     at_host = f", and {host:.1f} of {host_usable:.1f} usable GiB of host memory" if host > host_usable else ""
     raise ValueError(
@@ -263,7 +264,8 @@ def row_splits(recipe: TrainRecipe, shapes: Shapes, context_length: int, ranks: 
             f"multiple of {ranks}; change train.tokens_per_step or the number of ranks"
         )
     for name in ("sequence_parallel_size", "micro_batch_size", "gradient_accumulation_steps"):
-        value, allowed = getattr(recipe, name), sorted({split[name] for split in splits})
+        value = getattr(recipe, name)
+        allowed = sorted({split[name] for split in splits})
         if value is not None and value not in allowed:
             raise ValueError(
                 f"train.{name} is {value}, but {rows} rows of {context_length} tokens per step on {ranks} "
@@ -348,7 +350,8 @@ def table(layout: ParallelLayout, data_tokens: int | None, target_tokens: int | 
     """
     job, device, time = layout.job, layout.machine.device, layout.time
     duration = range_of_time(time.overlapped * job.args.max_steps, time.sequential * job.args.max_steps)
-    share, verdict = f"{layout.share:.0%}", "fits" if layout.fits else "DOES NOT FIT"
+    share = f"{layout.share:.0%}"
+    verdict = "fits" if layout.fits else "DOES NOT FIT"
     usable = f"{HOST_SHARE * layout.machine.host_gib:.1f} usable GiB"
     is_slow = device.tflops(job.args.dtype) < device.fp32_tflops
     hint = "; this CPU multiplies faster in float32: set train.dtype=float32" if is_slow else ""

@@ -146,7 +146,8 @@ def moments(job: TrainingJob) -> Iterator[Parts]:
     These are the loss, the reduction of the output projection's gradient, the backward of each layer (in its
     feed-forward part and in attention), and the update.
     """
-    rest, step = resting_bytes(job), _Step(job)
+    rest = resting_bytes(job)
+    step = _Step(job)
     yield _merge(rest, step.at_loss())
     yield _merge(rest, step.at_reduction())
     for index in range(job.shapes.layers):
@@ -159,7 +160,8 @@ def moments(job: TrainingJob) -> Iterator[Parts]:
 def resting_bytes(job: TrainingJob) -> Parts:
     """Bytes that are held between steps too: weights, optimizer, summed gradients, buckets."""
     shapes, args, ranks = job.shapes, job.args, job.world.size
-    size, reduce = BYTES[args.dtype], BYTES[args.reduce_dtype]
+    size = BYTES[args.dtype]
+    reduce = BYTES[args.reduce_dtype]
     trained = shapes.trained_parameters(args)
     held = shapes.parameters + (trained if args.method == "lora" else 0)
     share = trained // ranks if args.offload_optimizer == "none" else 0
@@ -186,7 +188,8 @@ def start_bytes(job: TrainingJob) -> int:
     weights before it. Below stage 3, DeepSpeed makes one flat copy of all weights beside them.
     """
     shapes, args, rest = job.shapes, job.args, resting_bytes(job)
-    weights, size = rest["parameters"], BYTES[args.dtype]
+    weights = rest["parameters"]
+    size = BYTES[args.dtype]
     head = shapes.embedding_parameters
     largest = max(inputs * outputs for inputs, outputs in shapes.linear_sizes.values())
     # The embedding comes first. An output projection of its own comes last.
@@ -214,7 +217,8 @@ class _Step:
     def __init__(self, job: TrainingJob):
         shapes, args, size = job.shapes, job.args, BYTES[job.args.dtype]
         self.job, self.wide, self.size = job, 4 // size, size
-        self.recomputes, self.full = args.gradient_checkpointing == "full", args.method == "full"
+        self.recomputes = args.gradient_checkpointing == "full"
+        self.full = args.method == "full"
         groups = shapes.query_heads // (shapes.kv_heads * job.shares.repeats)
         self.hidden = job.tokens * shapes.hidden * size
         self.inner = job.tokens * shapes.intermediate * size

@@ -119,7 +119,8 @@ def check_gpus(args: TrainRecipe) -> None:
     """
     if not torch.cuda.is_available():
         return
-    ranks, gpus = local_world_size(), torch.cuda.device_count()
+    ranks = local_world_size()
+    gpus = torch.cuda.device_count()
     if ranks > gpus:
         raise ValueError(
             f"{ranks} ranks on this machine, but {gpus} GPUs are visible: start one rank per GPU "

@@ -74,7 +74,8 @@ class Shapes:
     @property
     def linear_sizes(self) -> dict[str, tuple[int, int]]:
         """Numbers of (inputs, outputs) of the linear layers of a decoder layer, by name."""
-        query, key = self.query_heads * self.head_dim, self.kv_heads * self.head_dim
+        query = self.query_heads * self.head_dim
+        key = self.kv_heads * self.head_dim
         return {
             "q_proj": (self.hidden, query),
             "k_proj": (self.hidden, key),

@@ -44,7 +44,8 @@ class Mesh:
     def __init__(self, sp_size: int, timeout_s: float | None = None):
         if not dist.is_initialized():
             join_ranks(timeout_s)
-        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
         self.sp_size, self.dp_size = sp_size, self.world_size // sp_size
         self.dp_rank, self.sp_rank = divmod(self.rank, sp_size)
         self.device = torch.device("cuda", local_rank()) if torch.cuda.is_available() else torch.device("cpu")

@@ -236,8 +236,10 @@ class RecomputedSharedQK(KeptSharedQK):
             and context.lead[index][slot // 2] == owner
             and not is_followed(context.lead, index, slot // 2)
         }
-        layer, get = self.layers[owner], self._lead_inputs[owner]
-        enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+        layer = self.layers[owner]
+        get = self._lead_inputs[owner]
+        enabled = torch.is_autocast_enabled(device)
+        dtype = torch.get_autocast_dtype(device)
 
         def recompute() -> None:
             with torch.no_grad(), torch.autocast(device, dtype, enabled):

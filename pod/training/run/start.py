@@ -153,7 +153,8 @@ def estimate(recipe: Recipe, machine: Machine) -> str:
     rows = None
     if (recipe.data_dir / "manifest.json").is_file():
         manifest = read_manifest(recipe.data_dir)
-        rows, length = manifest["num_rows"], manifest["context_length"]
+        rows = manifest["num_rows"]
+        length = manifest["context_length"]
     shapes = Shapes.from_config(config)
     preflight.check_attention(shapes, recipe.train, machine)
     layout = choose_layout(recipe.train, shapes, plan.lead, length, machine)

@@ -38,7 +38,8 @@ def hollow_start_model(
     Raises:
         ValueError: as in `start_config`.
     """
-    path, source = resolve_model(model_args.path), source_config(model_args)[0]
+    path = resolve_model(model_args.path)
+    source = source_config(model_args)[0]
     plan = SharingPlan.load(plan) if isinstance(plan, str | Path) else plan
     config = start_config(model_args, plan, source)
     if from_rank_0(lambda: has_head_of_its_own(model_args, config)):

@@ -146,7 +146,8 @@ class Trainer:
                     stop = f"stopped by a signal in step {self.state.step + 1}, which is undone"
                     break
 
-                loss, skipped = values.get("loss", math.nan), bool(values["skipped"])
+                loss = values.get("loss", math.nan)
+                skipped = bool(values["skipped"])
                 if skipped:
                     monitor.note(f"step {self.state.step} skipped: {self.loss_spikes.why_bad(loss)}")
                 if skipped and args.bad_step == "rewind":

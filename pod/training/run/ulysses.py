@@ -254,7 +254,9 @@ class Ulysses:
     """
 
     def __init__(self, config: Any, group: "dist.ProcessGroup", row_length: int):
-        self.group, self.size, self.rank = group, dist.get_world_size(group), dist.get_rank(group)
+        self.group = group
+        self.size = dist.get_world_size(group)
+        self.rank = dist.get_rank(group)
         directions = "to_heads", "to_sequence", "to_heads_backward", "to_sequence_backward"
         self.sent_bytes: dict[str, int] = dict.fromkeys(directions, 0)
         self.set_row_length(row_length)

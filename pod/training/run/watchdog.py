@@ -90,7 +90,8 @@ class Watchdog:
         Else it returns. A rank that has ended breaks the connections to the others, and their main threads
         get an error that hides the hang. Nothing ends here unless `hang_action` is abort.
         """
-        recent, own = time.time() - self.timeout - 120.0, self._is_stuck()
+        recent = time.time() - self.timeout - 120.0
+        own = self._is_stuck()
         others = [file for file in self.folder.glob("hang-rank*.txt") if file != self.path]
         if self.action != "abort" or not (own or any(file.stat().st_mtime >= recent for file in others)):
             return

@@ -72,7 +72,8 @@ def exact(reference: str, answer: str) -> float:
 
 def f1(reference: str, answer: str) -> float:
     """F1 of the words. If one of the texts has no words: 1 if neither has any, else 0."""
-    wanted, given = words(reference.lower()), words(answer.lower())
+    wanted = words(reference.lower())
+    given = words(answer.lower())
     if not wanted or not given:
         return float(wanted == given)
     return bag_f1(given, wanted)

@@ -105,7 +105,9 @@ def main() -> None:
 
     The judge ends with code 0 if the tests pass; else the last line of its standard error says why.
     """
-    role, cpu_seconds, memory_bytes = sys.argv[1], float(sys.argv[2]), int(sys.argv[3])
+    role = sys.argv[1]
+    cpu_seconds = float(sys.argv[2])
+    memory_bytes = int(sys.argv[3])
     heard, said = take_streams()
     asked = json.loads(heard.readline())
     set_limits(cpu_seconds, memory_bytes)

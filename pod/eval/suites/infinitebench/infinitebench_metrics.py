@@ -68,7 +68,8 @@ def debug(prediction: str, label: Sequence[str]) -> float:
     Args:
         label: [function name, letter] of the right function.
     """
-    name, letter = label[0], label[1]
+    name = label[0]
+    letter = label[1]
     text = prediction.strip()
     if text[:2] in (f"{letter}.", f"{letter}:"):
         return 1.0

@@ -39,7 +39,8 @@ def rows(**metadata: Any) -> dict[str, Any]:
     task = settings["task"]
     if TASKS[task].count is None:
         return {"test": read_rows(task)}
-    drop, length = metadata.get("infinitebench_truncation"), settings["length"]
+    drop = metadata.get("infinitebench_truncation")
+    length = settings["length"]
     if drop not in (None, "middle"):
         raise ValueError(
             f"infinitebench_truncation is {drop!r}, allowed is middle, or null: built at the length"
@@ -91,7 +92,8 @@ def build_rows(task: str, length: int, tokenizer: Any, seed: int = 42, whole: in
             made[size] = synthetic.row(task, random.Random(f"{seed}/{task}/{index}"), index, size)
             return count_tokens(tokenizer, prompt(task, made[size]))
 
-        fits, smallest = (whole or length) - TASKS[task].new_tokens, synthetic.SMALLEST[task]
+        fits = (whole or length) - TASKS[task].new_tokens
+        smallest = synthetic.SMALLEST[task]
         size = largest_fit(tokens_of, fits, smallest=smallest, guess=guess, near=near)
         return size, made[size]
 
@@ -102,7 +104,8 @@ def build_rows(task: str, length: int, tokenizer: Any, seed: int = 42, whole: in
 
     def make(index: int) -> dict[str, Any]:
         _, row = fitting(index, guess=usual, near=0.99)
-        text, question = prompt(task, row), asked(task, row)
+        text = prompt(task, row)
+        question = asked(task, row)
         if whole is not None:
             text = shorten(tokenizer, text, "middle", room, lambda part: count_tokens(tokenizer, part))
         return {"id": index, "prompt": text, "asked": question, "answer": answer(task, row)}

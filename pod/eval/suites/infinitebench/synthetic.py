@@ -103,7 +103,8 @@ def _code_run(rng: random.Random, index: int, size: int) -> dict[str, Any]:
         for name in layer:
             called = rng.choice(following) if following else None
             calls[name] = called, rng.randint(-12, 17)
-    first, argument = rng.choice(layers[0]), rng.randint(-10, 10)
+    first = rng.choice(layers[0])
+    argument = rng.randint(-10, 10)
     value, name = argument, first
     while name is not None:
         name, added = calls[name]

@@ -44,7 +44,8 @@ def rouge_l(prediction: str, reference: str, longest_walk: int = RECURSION_STEPS
     Sentences are split at every full stop. Words are compared as they are (no stemming, case and punctuation
     count). An empty text scores 0.
     """
-    said, wanted = _sentences(prediction), _sentences(reference)
+    said = _sentences(prediction)
+    wanted = _sentences(reference)
     if not said or not wanted:
         return 0.0
     found: set[str] = set()
@@ -161,11 +162,15 @@ def _common_subsequence(rows: list[str], columns: list[str]) -> tuple[list[str],
         for column, other in enumerate(columns):
             row.append(above[column] + 1 if word == other else max(above[column + 1], row[column]))
         table.append(row)
-    common, steps, i, j = [], 0, len(rows), len(columns)
+    common = []
+    steps = 0
+    i = len(rows)
+    j = len(columns)
     while i and j:
         if rows[i - 1] == columns[j - 1]:
             common.append(rows[i - 1])
-            i, j = i - 1, j - 1
+            i = i - 1
+            j = j - 1
         elif table[i - 1][j] > table[i][j - 1]:
             i -= 1
         else:

@@ -98,7 +98,8 @@ accuracy_retrieval_zh = _scorer("accuracy", longbench_metrics.retrieval)
 
 def edit_similarity(doc: DocRow, results: list[str]) -> dict[str, float]:
     """Edit similarity without and with python-Levenshtein. The score is the one without, the official one."""
-    said, answers = results[0], doc["answers"]
+    said = results[0]
+    answers = doc["answers"]
     value = words.best(longbench_metrics.code_similarity, said, answers)
     other = words.best(longbench_metrics.code_similarity_levenshtein, said, answers)
     return {"edit_similarity": value, "score": value, "edit_similarity_levenshtein": other}

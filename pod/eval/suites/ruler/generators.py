@@ -83,7 +83,8 @@ class Needles:
         query = _enumerate([keys[place] for place in asked])
         kind, prompt = self.value_kind, PROMPTS["niah"]
         if self.num_queries * self.num_values == 1:
-            kind, prompt = kind[:-1], PROMPTS["niah_one"]
+            kind = kind[:-1]
+            prompt = PROMPTS["niah_one"]
         return Sample(
             prompt.text.format(kind=kind, context=context, query=query),
             prompt.prefix.format(kind=kind, query=query),
@@ -175,7 +176,8 @@ class CommonWords:
             # more words than the list has: the rest are pairs, so that every one stays readable
             chosen = [*words, *_distinct(size - len(words), lambda: _pair(rng))]
             rng.shuffle(chosen)
-        common, others = chosen[: self.num_common], chosen[self.num_common :]
+        common = chosen[: self.num_common]
+        others = chosen[self.num_common :]
         shuffled = common * often + others * seldom
         rng.shuffle(shuffled)
         return _numbered(shuffled), common
