@@ -346,8 +346,8 @@ def blocks_of(runs: PlaceRuns, num_places: int) -> tuple[Tensor, Tensor]:
     end = (begin + _BLOCK).clamp(max=num_places)
     some = every = torch.zeros((), dtype=torch.bool, device=begin.device)
     for first, stop in (runs[:2], runs[2:]):
-        (least_first, greatest_first) = _bounds(first)
-        (least_stop, greatest_stop) = _bounds(stop)
+        least_first, greatest_first = _bounds(first)
+        least_stop, greatest_stop = _bounds(stop)
         some = some | ((least_first < end) & (greatest_stop > begin))
         every = every | ((greatest_first <= begin) & (least_stop >= end))
     num_queries = len(runs.first)

@@ -87,8 +87,7 @@ def splits(
 @triton.jit
 def dealt(index, leads, followers, per_lead, per_follower, per_window):
     """(first program, number of programs) of the head at ``index`` of the table (``role_table``)."""
-    of_leads = tl.minimum(index, leads)
-    of_followers = tl.minimum(tl.maximum(index - leads, 0), followers)
+    of_leads, of_followers = tl.minimum(index, leads), tl.minimum(tl.maximum(index - leads, 0), followers)
     of_windows = tl.maximum(index - leads - followers, 0)
     first = of_leads * per_lead + of_followers * per_follower + of_windows * per_window
     count = tl.where(index < leads, per_lead, tl.where(index < leads + followers, per_follower, per_window))

@@ -10,7 +10,7 @@ import torch
 from oracle_tools import run_cache
 
 import pod
-from pod.eval.answer.methods import find_method, with_requests
+from pod.eval.answer.methods import find_method, with_repeat_ids
 from pod.modeling.methods.kvzip import repeat_ids
 
 ASKED = [[5, 9, 3], [7, 2], [4]]
@@ -216,9 +216,9 @@ def test_requests_are_those_of_the_authors():
 def test_options_of_an_evaluation_have_the_requests():
     asked = repeat_ids(Words())
     for name in ("kvzip", "kvzip+int4", "kvzip[chunk_size=512]@25%"):
-        assert with_requests(find_method(name), {"chunk_size": 3}, Words()) == {
+        assert with_repeat_ids(find_method(name), {"chunk_size": 3}, Words()) == {
             "chunk_size": 3,
             "repeat_ids": asked,
         }
-    assert with_requests(find_method("kvzip"), {"repeat_ids": ASKED}, Words()) == {"repeat_ids": ASKED}
-    assert with_requests(find_method("snapkv"), {}, Words()) == {}
+    assert with_repeat_ids(find_method("kvzip"), {"repeat_ids": ASKED}, Words()) == {"repeat_ids": ASKED}
+    assert with_repeat_ids(find_method("snapkv"), {}, Words()) == {}

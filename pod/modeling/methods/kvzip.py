@@ -130,7 +130,7 @@ class RepeatingCache(GroupedCache):
             raise ValueError(f"{self.spec} repeats a text: feed its input_ids, not inputs_embeds")
         seen = torch.cat([ids[row] for ids in self._seen_ids])
         text = (seen if self._seen_mask is None else seen[self._seen_mask[row]]).tolist()
-        (first, later, end) = layer.params["repeat_ids"]
+        first, later, end = layer.params["repeat_ids"]
         size = layer.params["chunk_size"]
         starts = range(0, len(text), size)
         asked = [[*later, *text[max(0, at - 8) : at]] if at else first for at in starts]

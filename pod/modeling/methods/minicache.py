@@ -191,8 +191,8 @@ def interpolate(a: Tensor, b: Tensor, t: float) -> tuple[Tensor, Tensor, Tensor,
         radians; all in at least fp32.
     """
     wide = compute_dtype(a.dtype)
-    (unit_a, norm_a) = _unit(a.to(wide))
-    (unit_b, norm_b) = _unit(b.to(wide))
+    unit_a, norm_a = _unit(a.to(wide))
+    unit_b, norm_b = _unit(b.to(wide))
     angle = (unit_a * unit_b).sum(-1, keepdim=True).clamp(-1, 1).acos()
     sine = angle.sin()
     line, _ = _unit((1 - t) * unit_a + t * unit_b)

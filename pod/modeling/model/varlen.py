@@ -167,8 +167,8 @@ def _part(kind: Slice, spans: list[tuple[Span, Span]], most_rows: int, scale: fl
             rows.append((start, min(start + most_rows, all_rows[1])))
             columns.append(own_columns)
             copy_of.append(number)
-    (row_bounds, longest_rows) = _bounds(rows, device)
-    (column_bounds, longest) = _bounds(columns, device)
+    row_bounds, longest_rows = _bounds(rows, device)
+    column_bounds, longest = _bounds(columns, device)
     call = PackedCall((row_bounds, column_bounds), (longest_rows, longest), kind.causal, kind.window, scale)
     part = FlashCall(kind.lead, _place(rows, device), _place(columns, device), call)
     if len(rows) == len(spans):

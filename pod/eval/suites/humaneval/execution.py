@@ -67,8 +67,8 @@ def run_solution(
     """
     check_permission()
     limits = [str(cpu_seconds), str(memory_bytes)]
-    (calls_out, calls_in) = os.pipe()
-    (replies_out, replies_in) = os.pipe()
+    calls_out, calls_in = os.pipe()
+    replies_out, replies_in = os.pipe()
     with tempfile.TemporaryDirectory(prefix="pod-eval-") as folder:
         judge = _start("judge", limits, folder, replies_out, calls_in)
         solver = _start("solve", limits, folder, calls_out, replies_in)
