@@ -63,7 +63,12 @@ def answers(monkeypatch):
     def compared(own):
         before, expected = own._bound, slow_answer(own)
         bound = bind(own)
-        answer = "none" if bound is None else "same" if bound is before else "new"
+        if bound is None:
+            answer = "none"
+        elif bound is before:
+            answer = "same"
+        else:
+            answer = "new"
         assert answer == expected
         found[answer] += 1
         return bound

@@ -273,14 +273,14 @@ def test_the_group_of_the_paper_loads_offline_and_a_right_answer_scores_1(tokeni
         short = name.removeprefix("pod_infinitebench_2k_")
         doc = task.eval_docs[1]
         label = doc["answer"]
-        right = (
-            label[-1]
-            if short in ("longbook_choice_eng",)
-            else label[0]
-            if isinstance(label, list)
-            else str(label)
-        )
-        right = f"{label[1]}: {label[0]}" if short == "code_debug" else right
+        if short == "longbook_choice_eng":
+            right = label[-1]
+        elif short == "code_debug":
+            right = f"{label[1]}: {label[0]}"
+        elif isinstance(label, list):
+            right = label[0]
+        else:
+            right = str(label)
         metric = TASKS[short].metric
         assert task.process_results(doc, [f" {right}"]) == {"score": 1.0, metric: 1.0}, name
         assert task.process_results(doc, ["∅"]) == {"score": 0.0, metric: 0.0}, name

@@ -136,11 +136,15 @@ def test_statement_score_is_rouge_1_f():
 def test_payload_counts_right_answers_per_cell(place, monkeypatch):
     run = make_run(place, "niah", ["full"], options_of(place, needles=2))
 
+    def named(prompt):
+        if prompt.depth == 0:
+            return prompt.values
+        if prompt.depth < 1:
+            return prompt.values[: 1 - prompt.sample]
+        return ()
+
     def answer(model, tokenizer, cache, prompts, new):
-        named = [
-            p.values if p.depth == 0 else p.values[: 1 - p.sample] if p.depth < 1 else () for p in prompts
-        ]
-        return [{"answer": " and ".join(values), "bytes": 1} for values in named]
+        return [{"answer": " and ".join(named(prompt)), "bytes": 1} for prompt in prompts]
 
     monkeypatch.setattr(generate, "generate", answer)
     payload = measure(run, "full")
