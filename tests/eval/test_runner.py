@@ -17,9 +17,8 @@ from pod.eval.estimate import estimate
 from pod.eval.method_and_task_lists import list_tasks
 from pod.eval.report.merge import merge
 from pod.eval.report.report_tables import common_length, overview, percent
-from pod.eval.speed import task as speed_task
-from pod.eval.speed.task import row_of
 from pod.eval.suites import task_base
+from pod.eval.tasks import efficiency
 from pod.eval.tasks.passkey import Passkey
 from pod.modeling.methods.windowed import StreamingLayer
 from pod.models import resolve_model
@@ -239,11 +238,12 @@ def test_other_code_measures_again(finished, monkeypatch):
     run = runner.prepare(recipe)
 
     def identities():
-        return runner.answers_of(run, run.method_runners["snapkv"]).folder, row_of(runner.speed_run(run))
+        folder = runner.answers_of(run, run.method_runners["snapkv"]).folder
+        return folder, run.side_by_side["efficiency"].asked(run.models.reference_layout())
 
     before = identities()
     assert before == identities()
-    for place in (runner, speed_task):
+    for place in (runner, efficiency):
         monkeypatch.setattr(place, "code_identity", lambda *more: f"edited {more}")
     after = identities()
     assert after[0] != before[0] and after[1] != before[1]
