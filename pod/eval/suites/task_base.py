@@ -160,7 +160,7 @@ class SideBySideTask(Task):
 
     Its numbers can be compared only within one run. So they are measured all together or not at all. The part
     of every method's result file has two keys that tell the run: `asked` (see `asked`), and `environment`
-    with its date.
+    with its date. `pod.eval.report.speed` shows its rows: `lengths`, `max_batch` and `decoding`.
     """
 
     @abstractmethod
