@@ -179,7 +179,3 @@ class EvalArgs:
     def template_settings(self) -> dict[str, Any]:
         """`chat_template_kwargs` as an entry of identities and results; an empty mapping if none are set."""
         return {"chat_template_kwargs": self.chat_template_kwargs} if self.chat_template_kwargs else {}
-
-    def longest_speed_run(self) -> int:
-        """The longest sequence of the task `efficiency` (tokens)."""
-        return max(self.efficiency_lengths) + self.efficiency_tokens * (self.efficiency_repeats + 1)

@@ -1,12 +1,12 @@
 """Estimate, before any model is loaded, how many tokens models will read and on which GPUs they will lie."""
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pod.eval.answer.devices import Gpus, Load, layout_lines, longest_of, spread_of
 from pod.eval.answer.methods import find_method
-from pod.eval.speed.args import NAME as SPEED_RUN
-from pod.eval.speed.args import speed_options
+from pod.eval.suites.task_base import Task, is_side_by_side, side_by_side_tasks
 from pod.units import GIB
 
 if TYPE_CHECKING:
@@ -21,25 +21,35 @@ def estimate(recipe: "Recipe", gpus: Gpus | None = None) -> str:
     several GPUs, they say which layers of each model will lie on which GPU.
 
     Tasks are built as the evaluation would build them, and count their own prompts. Where they cannot be
-    built, a line says why, and only efficiency is counted, which has no prompts of its own.
+    built, a line says why, and only those are counted that measure all methods side by side, which are made
+    from the recipe alone.
 
     Args:
         gpus: GPUs to assume; None = those of this machine.
     Raises:
         ValueError: for an unknown task, naming the nearest.
     """
-    built = [name for name in recipe.eval.tasks if name != SPEED_RUN]
-    inputs, missing = _built(recipe, built)
+    inputs, missing = _built(recipe, [name for name in recipe.eval.tasks if not is_side_by_side(name)])
+    side_by_side = side_by_side_tasks(recipe)
+    tasks: list[Task] = [*side_by_side.values()]
+    if inputs is not None:
+        tasks += inputs.tasks.values()
     lines = []
-    if inputs is not None or SPEED_RUN in recipe.eval.tasks:
+    if tasks:
         lines = ["Tokens per method (prompt tokens in parallel, decode steps one token per row at a time):"]
         width = max(14, *map(len, recipe.eval.methods))
         for name in recipe.eval.methods:
-            prompt, steps = _tokens_of(recipe, inputs, name)
+            method = find_method(name) if inputs is None else inputs.method_runners[name].method
+            counts = [task.token_counts(method) for task in tasks]
+            prompt = sum(tokens for tokens, _ in counts)
+            steps = sum(decoded for _, decoded in counts)
             lines.append(f"  {name:<{width}} {prompt:>12,} prompt tokens {steps:>8,} decode steps")
-    lines += _searches(recipe)
+    lines += _searches(tasks)
     gpus = gpus or _gpus_here()
-    layout = [] if gpus is None else _layout(recipe, gpus, None if inputs is None else inputs.models.load)
+    layout = []
+    if gpus is not None:
+        known = {name: task.load_tokens() for name, task in side_by_side.items()}
+        layout = _layout(recipe, gpus, None if inputs is None else inputs.models.load, known)
     return "\n".join(lines + missing + layout)
 
 
@@ -58,13 +68,14 @@ def _gpus_here() -> Gpus | None:
     return Gpus(count, min(sizes) / GIB) if count > 1 else None
 
 
-def _layout(recipe: "Recipe", gpus: Gpus, load: Load | None) -> list[str]:
+def _layout(recipe: "Recipe", gpus: Gpus, load: Load | None, known: Mapping[str, int]) -> list[str]:
     """Lines that say how each kind of model that the methods need lies on the GPUs.
 
     They are made from the models' configurations alone.
 
     Args:
         load: what caches will hold; None if the tasks were not built: it is then estimated from the recipe.
+        known: by name, the longest sequences (tokens) of tasks that were made nevertheless.
     """
     import torch
 
@@ -80,7 +91,7 @@ def _layout(recipe: "Recipe", gpus: Gpus, load: Load | None) -> list[str]:
         return [*lines, f"  unknown, as the evaluation would end with: {text}"]
     size = getattr(torch, recipe.model.dtype).itemsize
     for kind, config in configs.items():
-        expected = load or Load(recipe.eval.batch_size, longest_of(config, recipe.eval))
+        expected = load or Load(recipe.eval.batch_size, longest_of(config, recipe.eval, known))
         lines += [f"  {line}" for line in layout_lines(kind, config, size, gpus, expected, asked)]
     return lines
 
@@ -106,30 +117,9 @@ def _built(recipe: "Recipe", names: list[str]) -> tuple["EvalInputs | None", lis
         return None, [f"Not counted: {', '.join(names)}. {end}"]
 
 
-def _tokens_of(recipe: "Recipe", inputs: "EvalInputs | None", name: str) -> tuple[int, int]:
-    """(prompt tokens, decode steps) of a method for all tasks that can be counted.
-
-    Args:
-        inputs: None if the tasks other than efficiency are not counted.
-    """
-    counts = []
-    if inputs is not None:
-        method = inputs.method_runners[name].method
-        counts += [task.token_counts(method) for task in inputs.tasks.values()]
-    if SPEED_RUN in recipe.eval.tasks:
-        from pod.eval.speed.task import token_counts  # this loads torch
-
-        counts.append(token_counts(recipe.eval, find_method(name)))
-    return sum(prompt for prompt, _ in counts), sum(steps for _, steps in counts)
-
-
-def _searches(recipe: "Recipe") -> list[str]:
-    """A line that names the searches of efficiency, of which only the first tries are counted."""
-    if SPEED_RUN not in recipe.eval.tasks:
-        return []
-    options = speed_options(recipe.eval)
-    asked = {"max_batch": options.max_batch, "longest_prompt": options.longest_prompt}
-    names = [f"eval.task_options.{SPEED_RUN}.{name}" for name, value in asked.items() if value]
+def _searches(tasks: Sequence[Task]) -> list[str]:
+    """A line that names the searches of the tasks, of which only the first tries are counted."""
+    names = [name for task in tasks for name in task.searches()]
     if not names:
         return []
     return [

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pod.eval.answer.methods import UNADAPTED
 from pod.eval.catalogue import describe, describe_each
 from pod.eval.lm.lm_tasks import LmTask
-from pod.eval.speed.args import SpeedOptions
 from pod.eval.suites import task_base
 from pod.eval.suites.configs import suite_configs
 from pod.schema import explain, nearest
@@ -70,15 +69,14 @@ def list_tasks(names: Sequence[str] = ()) -> str:
 
 
 def _own_tasks() -> dict[str, str]:
-    """By the name of a task: what it measures, and its options, as text."""
+    """By the name of a task: what it measures, and its options, as text.
+
+    Tasks that measure all methods side by side come last.
+    """
     blocks = {}
-    for name in task_base.names():
+    for name in sorted(task_base.names(), key=task_base.is_side_by_side):
         task = task_base.task_class(name)
         blocks[name] = "\n".join([f"{name}: {task.about}", *explain(task.Options, "")])
-    title = (
-        "efficiency: decode speed, time to first token, memory and largest batch of the methods, side by side"
-    )
-    blocks["efficiency"] = "\n".join([title, *explain(SpeedOptions, "")])
     return blocks
 
 

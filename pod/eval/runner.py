@@ -2,13 +2,13 @@
 
 recipe → models, tasks, methods at equal bytes
        → for each method and task: answers → score → result file
-       → speeds of all methods side by side
+       → for each task that measures all methods side by side: speeds
        → report page
 """
 
 import functools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,10 +20,8 @@ from pod.eval.answer.methods import EvaluatedMethod, find_method, parts_of, with
 from pod.eval.answer.model_set import Models
 from pod.eval.answer.ranks import Ranks
 from pod.eval.results import RunResults, code_identity, fingerprint, with_files
-from pod.eval.speed.args import NAME as SPEED_RUN
-from pod.eval.speed.args import speed_options
 from pod.eval.suites import task_base, task_data
-from pod.eval.suites.task_base import Task
+from pod.eval.suites.task_base import AnsweredTask, SideBySideTask, Task
 from pod.notation import parse
 from pod.registry import METHODS
 from pod.registry.combine import all_parameters, chosen_methods
@@ -31,7 +29,6 @@ from pod.tokenizer import with_template_variables
 
 if TYPE_CHECKING:
     from pod.eval.args import EvalArgs
-    from pod.eval.speed.task import SpeedRun
     from pod.recipe import Recipe
 
 Log = Callable[[str], None]
@@ -64,16 +61,16 @@ def evaluate(recipe: "Recipe", log: Log = print_now) -> dict[str, dict]:
 
 def _evaluate(recipe: "Recipe", ranks: Ranks, log: Log) -> dict[str, dict]:
     answers = "answer" in recipe.eval.steps
-    timed = answers and SPEED_RUN in recipe.eval.tasks
     inputs = prepare(recipe, log, ranks)
     results = {name: open_results(inputs, runner, log) for name, runner in inputs.method_runners.items()}
     pending = {name: _score_saved(inputs, name, results[name], log) for name in inputs.method_runners}
     if answers:
         for name, tasks in pending.items():
-            for task in tasks:
-                check_caches(inputs.method_runners[name], inputs.tasks[task])
-        if timed and not _speeds_known(inputs, results):
-            check_speeds(inputs)
+            for title in tasks:
+                check_caches(inputs.method_runners[name], inputs.tasks[title])
+        for task in inputs.side_by_side.values():
+            if not _is_known(inputs, task, results):
+                task.check(inputs.method_runners)
         for name, tasks in pending.items():
             _answer_and_score(inputs, name, tasks, results[name], log)
     elif any(pending.values()):
@@ -81,8 +78,9 @@ def _evaluate(recipe: "Recipe", ranks: Ranks, log: Log) -> dict[str, dict]:
         log(f"no saved answers yet; the step `answer` computes them: {missing}")
     if ranks.is_first:
         with ranks.first_alone():
-            if timed:
-                measure_speeds(inputs, results, log)
+            if answers:
+                for task in inputs.side_by_side.values():
+                    measure_side_by_side(inputs, task, results, log)
             if "report" in recipe.eval.steps:
                 from pod.eval.report.write import write_report  # this loads matplotlib
 
@@ -101,7 +99,9 @@ class EvalInputs:
     Attributes:
         models: each model is loaded when it is first needed.
         tokenizer: that of the dense model.
-        tasks: by name, in the recipe's order, with their samples.
+        tasks: those that one method after the other answers, by name, in the recipe's order, with their
+            samples.
+        side_by_side: those that measure all methods in turns, by name, in the recipe's order.
         method_runners: the methods by name, each with its model, its options and its caches.
         store: the answers of all methods.
     """
@@ -109,7 +109,8 @@ class EvalInputs:
     recipe: "Recipe"
     models: Models
     tokenizer: Any
-    tasks: dict[str, Task]
+    tasks: dict[str, AnsweredTask]
+    side_by_side: dict[str, SideBySideTask]
     method_runners: dict[str, MethodRunner]
     store: AnswerFolder
 
@@ -127,30 +128,29 @@ def prepare(recipe: "Recipe", log: Log = print_now, ranks: Ranks | None = None) 
         "eval.chat_template_kwargs",
         lambda line: log(f"warning: {line}"),
     )
-    speed_options(args)  # refuses what is wrong in them
+    side_by_side = task_base.side_by_side_tasks(recipe)
     with task_data.use(args.data_dir, tokenizer, args.unsafe_code):
         tasks = make_tasks(task_base.Run(recipe, models, tokenizer))
-    _check_lengths(args, models, tasks)
+    _check_lengths(args, models, tasks, side_by_side)
     _check_options(args)
-    longest = [task.longest() for task in tasks.values()]
-    if SPEED_RUN in args.tasks:
-        longest.append(args.longest_speed_run())
-    models.load = Load(args.batch_size, max(longest)) if longest else None
+    every = [*tasks.values(), *side_by_side.values()]
+    models.load = Load(args.batch_size, max(task.load_tokens() for task in every)) if every else None
     store = AnswerFolder(recipe.eval_dir / "answers", ranks or Ranks(), args.reuse)
-    budgets = _budgets(args, models, tasks, store)
+    budgets = _budgets(models, every, store)
     method_runners = {name: _method_runner(name, recipe, models, tokenizer, budgets) for name in args.methods}
     return EvalInputs(
         recipe=recipe,
         models=models,
         tokenizer=tokenizer,
         tasks=tasks,
+        side_by_side=side_by_side,
         method_runners=method_runners,
         store=store,
     )
 
 
-def make_tasks(run: task_base.Run) -> dict[str, Task]:
-    """The tasks of a recipe by name, in its order.
+def make_tasks(run: task_base.Run) -> dict[str, AnsweredTask]:
+    """The tasks of a recipe that one method after the other answers, by name, in its order.
 
     Tasks of this package come from `pod/eval/tasks` and are made first; the rest come from lm-eval.
 
@@ -163,40 +163,43 @@ def make_tasks(run: task_base.Run) -> dict[str, Task]:
         from pod.eval.lm.index import check_known
 
         check_known(unasked)
-    for name in run.args.tasks:
+    asked = [name for name in run.args.tasks if not task_base.is_side_by_side(name)]
+    for name in asked:
         if name in ours:
             found = task_base.task_class(name)
+            assert issubclass(found, AnsweredTask)
             options = task_base.make_options(found, run.args.task_options.get(name, {}))
             tasks[name] = found(run, options)
-    theirs = [name for name in run.args.tasks if name not in tasks and name != SPEED_RUN]
+    theirs = [name for name in asked if name not in ours]
     if theirs:
         from pod.eval.lm.lm_tasks import make_lm_tasks
 
         tasks |= make_lm_tasks(run, theirs)
-    return {name: tasks[name] for name in run.args.tasks if name in tasks}
+    return {name: tasks[name] for name in asked}
 
 
-def _check_lengths(args: "EvalArgs", models: Models, tasks: Mapping[str, Task]) -> None:
+def _check_lengths(
+    args: "EvalArgs",
+    models: Models,
+    tasks: Mapping[str, AnsweredTask],
+    side_by_side: Mapping[str, SideBySideTask],
+) -> None:
     """Refuse lengths that models cannot read.
 
     Raises:
-        ValueError: when a task's longest sequence is too long for the models of all methods, and when the
-            longest sequence of the speed run is too long for the model of any method.
+        ValueError: when a task's longest sequence is too long for the models of all methods, and when that of
+            a task that measures all methods side by side is too long for the model of any method.
     """
     methods = [find_method(name) for name in args.methods]
     for name, task in tasks.items():
         reasons = [models.too_long(method, task.longest()) for method in methods]
         if all(reasons):
             raise ValueError(f"{name}: {reasons[0]}; lower {task.length_setting}")
-    if SPEED_RUN in args.tasks:
-        speed = speed_options(args)
-        decoded = args.longest_speed_run() - max(args.efficiency_lengths)
-        filled = [length + decoded for length in speed.decode_lengths]
-        longest = max(args.longest_speed_run(), *speed.lengths(), *filled, 0)
+    for name, task in side_by_side.items():
         for method in methods:
-            reason = models.too_long(method, longest)
+            reason = models.too_long(method, task.longest())
             if reason is not None:
-                raise ValueError(f"{SPEED_RUN}: {reason}; lower eval.efficiency_lengths")
+                raise ValueError(f"{name}: {reason}; lower {task.length_setting}")
 
 
 def _check_options(args: "EvalArgs") -> None:
@@ -210,7 +213,7 @@ def _check_options(args: "EvalArgs") -> None:
         all_parameters(str(method.spec), parts, args.method_options[name])
 
 
-def _budgets(args: "EvalArgs", models: Models, tasks: Mapping[str, Task], store: AnswerFolder) -> ByteBudgets:
+def _budgets(models: Models, tasks: Sequence[Task], store: AnswerFolder) -> ByteBudgets:
     """The budgets that follow PoD's bytes, for every length at which bytes are compared.
 
     PoD's bytes are measured when a budget is first needed.
@@ -218,9 +221,7 @@ def _budgets(args: "EvalArgs", models: Models, tasks: Mapping[str, Task], store:
     kind = models.reference_kind
     if kind is None:
         return ByteBudgets(models.bytes_per_token())
-    lengths = {span.length for task in tasks.values() for span in task.spans()}
-    if SPEED_RUN in args.tasks:
-        lengths |= {*args.efficiency_lengths, *speed_options(args).lengths()}
+    lengths = {span.length for task in tasks for span in task.spans()}
     # reuse=True whatever eval.reuse says: how many bytes a cache holds does not depend on any answer
     answer_cache = store.answers_of("bytes", {"code": code_identity()}, reuse=True)
     load = functools.partial(models.get, kind)
@@ -252,7 +253,7 @@ def _method_runner(
     return MethodRunner(method, functools.partial(models.get, method.model), options, budgets)
 
 
-def refusal(models: Models, method: EvaluatedMethod, task: Task) -> str | None:
+def refusal(models: Models, method: EvaluatedMethod, task: AnsweredTask) -> str | None:
     """Why a task does not measure a method, in one line; None when it does."""
     reason = task.refuses(method)
     if reason is not None:
@@ -260,7 +261,7 @@ def refusal(models: Models, method: EvaluatedMethod, task: Task) -> str | None:
     return models.too_long(method, task.longest())
 
 
-def check_caches(runner: MethodRunner, task: Task) -> None:
+def check_caches(runner: MethodRunner, task: AnsweredTask) -> None:
     """Make every cache that a task will use, before any measuring, so that errors come at once.
 
     Raises:
@@ -322,7 +323,7 @@ def answers_of(inputs: EvalInputs, runner: MethodRunner) -> AnswerCache:
     return inputs.store.answers_of(method.name, identity | inputs.recipe.eval.template_settings())
 
 
-def measure(inputs: EvalInputs, runner: MethodRunner, task: Task) -> dict[str, Any]:
+def measure(inputs: EvalInputs, runner: MethodRunner, task: AnsweredTask) -> dict[str, Any]:
     """Score a method's answers to a task. Missing answers are computed first, if `inputs.store` is open.
 
     Returns: the task's part of a result file.
@@ -371,7 +372,7 @@ def _score_saved(inputs: EvalInputs, name: str, results: RunResults, log: Log) -
 
 
 def _score_if_saved(
-    inputs: EvalInputs, runner: MethodRunner, task: Task, results: RunResults, log: Log
+    inputs: EvalInputs, runner: MethodRunner, task: AnsweredTask, results: RunResults, log: Log
 ) -> bool:
     """Score a task if its answers are all saved and may be used again (`eval.reuse`).
 
@@ -392,7 +393,9 @@ def _score_if_saved(
     return True
 
 
-def _score(inputs: EvalInputs, runner: MethodRunner, task: Task, results: RunResults) -> dict[str, Any]:
+def _score(
+    inputs: EvalInputs, runner: MethodRunner, task: AnsweredTask, results: RunResults
+) -> dict[str, Any]:
     """Measure a task and return its part of the result file.
 
     The part is stored if the step `score` is among `eval.steps`.
@@ -438,53 +441,36 @@ def _raise_failures(recipe: "Recipe", results: Mapping[str, RunResults]) -> None
     raise RuntimeError(f"{said}; the others are in {recipe.eval_dir}")
 
 
-# -- speeds of all methods side by side ----------------------------------------------------------------------
+# -- all methods side by side --------------------------------------------------------------------------------
 
 
-def measure_speeds(inputs: EvalInputs, results: Mapping[str, RunResults], log: Log = print_now) -> None:
-    """Measure the speeds of all methods side by side, and store each as a part of its method's results.
+def measure_side_by_side(
+    inputs: EvalInputs, task: SideBySideTask, results: Mapping[str, RunResults], log: Log = print_now
+) -> None:
+    """Measure all methods side by side, and store the part of each in its method's results.
 
     A method's error is recorded in its results, and the others go on.
     """
-    from pod.eval.speed import task as speed
-
-    if _speeds_known(inputs, results):
-        dates = {result.content["parts"][SPEED_RUN]["environment"]["date"] for result in results.values()}
-        log(f"speed: kept from {', '.join(dates)}")
+    if _is_known(inputs, task, results):
+        dates = {result.content["parts"][task.name]["environment"]["date"] for result in results.values()}
+        log(f"{task.title}: kept from {', '.join(dates)}")
         return
-    log("speed: all methods in turns …")
+    log(f"{task.title}: all methods in turns …")
     began = time.perf_counter()
-    parts, errors = speed.measure_speed(speed_run(inputs, log))
+    parts, errors = task.measure(inputs.models.reference_layout(), inputs.method_runners, log)
     for name, result in results.items():
         if name in errors:
-            result.fail(SPEED_RUN, errors[name])
-            log(f"{name}: {SPEED_RUN} FAILED: {one_line(errors[name], with_class=True)}")
+            result.fail(task.name, errors[name])
+            log(f"{name}: {task.name} FAILED: {one_line(errors[name], with_class=True)}")
             continue
         result.content["model"] = describe_model(inputs, inputs.method_runners[name])
-        result.store(SPEED_RUN, parts[name])
+        result.store(task.name, parts[name])
         if not result.content["failed"]:
             result.finish()
-    log(f"speed: {speed.headline(parts)} ({time.perf_counter() - began:.0f} s)")
+    log(f"{task.title}: {task.headline(parts)} ({time.perf_counter() - began:.0f} s)")
 
 
-def check_speeds(inputs: EvalInputs) -> None:
-    """Make the caches that the speeds need. Raises ValueError for a budget below a method's minimum."""
-    from pod.eval.speed.task import check
-
-    check(speed_run(inputs))
-
-
-def _speeds_known(inputs: EvalInputs, results: Mapping[str, RunResults]) -> bool:
-    """Whether the results already hold the speeds of all methods, measured side by side in one run."""
-    from pod.eval.speed.task import is_known
-
-    return is_known(
-        speed_run(inputs), [result.content["parts"].get(SPEED_RUN) for result in results.values()]
-    )
-
-
-def speed_run(inputs: EvalInputs, log: Log = print_now) -> "SpeedRun":
-    """The recipe, PoD's layout and the methods, as the speed measurement takes them."""
-    from pod.eval.speed.task import SpeedRun  # this loads torch
-
-    return SpeedRun(inputs.recipe, inputs.models.reference_layout(), inputs.method_runners, log)
+def _is_known(inputs: EvalInputs, task: SideBySideTask, results: Mapping[str, RunResults]) -> bool:
+    """Whether the results already hold this task's parts of all methods, measured side by side in one run."""
+    parts = [result.content["parts"].get(task.name) for result in results.values()]
+    return task.is_known(inputs.models.reference_layout(), parts)

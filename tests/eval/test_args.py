@@ -10,9 +10,9 @@ from pod.eval.args import EvalArgs
 from pod.eval.method_and_task_lists import list_methods
 from pod.eval.runner import prepare
 from pod.eval.suites.buckets import position_buckets, token_counts
-from pod.eval.suites.task_base import make_options
+from pod.eval.suites.task_base import make_options, side_by_side_tasks
 from pod.eval.tasks.passkey import Passkey
-from pod.recipe import load_recipe
+from pod.recipe import Recipe, load_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -120,9 +120,17 @@ def test_a_run_may_ask_less_than_its_recipe_has_options_for(tmp_path):
         prepare(recipe, log=lambda line: None)
 
 
-def test_longest_speed_run_counts_the_warm_up_round():
-    args = EvalArgs(efficiency_lengths=[64, 32], efficiency_tokens=9, efficiency_repeats=3)
-    assert args.longest_speed_run() == 64 + 9 * (3 + 1)
+def test_the_longest_speed_run_counts_the_warm_up_round():
+    args = EvalArgs(
+        tasks=["efficiency"],
+        efficiency_lengths=[64, 32],
+        efficiency_tokens=9,
+        efficiency_repeats=3,
+        task_options={"efficiency": {"decode_lengths": [100, 70]}},
+    )
+    (task,) = side_by_side_tasks(Recipe(eval=args)).values()
+    assert task.load_tokens() == 64 + 9 * (3 + 1)
+    assert task.longest() == 100 + 9 * (3 + 1), "caches that are filled with random tokens count too"
 
 
 def test_position_buckets_double_and_score_their_end():

@@ -99,8 +99,8 @@ def test_every_recipe_can_be_estimated_and_its_caches_made(file, place, monkeypa
             reason = runner.refusal(run.models, one.method, task)
             assert reason is None, reason
             runner.check_caches(one, task)
-    if "efficiency" in recipe.eval.tasks:
-        runner.check_speeds(run)
+    for task in run.side_by_side.values():
+        task.check(run.method_runners)
 
 
 def test_every_recipe_stands_in_the_table_of_the_docs():

@@ -11,14 +11,16 @@ import pod
 from pod.eval import runner
 from pod.eval.answer.budget import CacheSpan
 from pod.eval.args import EvalArgs
-from pod.eval.speed import task as speed
-from pod.eval.speed.args import SpeedOptions, speed_options
+from pod.eval.speed import side_by_side
+from pod.eval.speed.args import SpeedOptions
+from pod.eval.suites.task_base import side_by_side_tasks
 from pod.measure import speed_comparison
 from pod.measure.max_batch import LongTries
 from pod.measure.measured_memory import weight_bytes
 from pod.measure.random_cache import fill_with_random_tokens
 from pod.measure.speed_comparison import RaceEntry, race, read_prompt
 from pod.modeling.methods.windowed import StreamingLayer
+from pod.recipe import Recipe
 
 METHODS = ["full", "pod-unadapted", "snapkv", "streamingllm"]
 OPTIONS = {"prefill_repeats": 2, "max_batch": [[48, 2]], "memory_limit_gib": 0.004, "max_batch_rows": 64}
@@ -39,13 +41,13 @@ def opened(run):
 
 def is_known(run, results):
     parts = [result.content["parts"].get("efficiency") for result in results.values()]
-    return speed.is_known(runner.speed_run(run), parts)
+    return run.side_by_side["efficiency"].is_known(run.models.reference_layout(), parts)
 
 
 def measured(run):
     """The files of all methods."""
     results = opened(run)
-    runner.measure_speeds(run, results, lambda line: None)
+    runner.measure_side_by_side(run, run.side_by_side["efficiency"], results, lambda line: None)
     return {name: json.loads(result.path.read_text()) for name, result in results.items()}
 
 
@@ -140,8 +142,8 @@ def test_speeds_of_another_device_are_not_kept(finished):
     run, _ = finished
     results = opened(run)
     assert is_known(run, results)
-    args = dataclasses.replace(run.recipe.eval, device="cpu")
-    assert not is_known(dataclasses.replace(run, recipe=dataclasses.replace(run.recipe, eval=args)), results)
+    recipe = dataclasses.replace(run.recipe, eval=dataclasses.replace(run.recipe.eval, device="cpu"))
+    assert not is_known(dataclasses.replace(run, side_by_side=side_by_side_tasks(recipe)), results)
 
 
 def test_a_method_that_fails_does_not_lose_the_others(place, tmp_path, monkeypatch):
@@ -196,15 +198,16 @@ def test_rates_and_ratios_by_hand(monkeypatch):
         read_prompt(one, torch.zeros(1, 40, dtype=torch.long))
     race(pair, steps=1, repeats=2)
     assert (pair[0].seconds, pair[1].seconds) == ([4, 5], [2, 1])
-    found = speed.speeds(pair[1], pair[0], steps=1)
+    found = side_by_side.speeds(pair[1], pair[0], steps=1)
     assert found["time_to_first_token_seconds"] == 4 == found["time_to_first_token"]["max"]
     assert found["decode_tokens_per_second"] == {"median": 0.75, "min": 0.5, "max": 1, "repeats": 2}
     assert (found["speed_over_full"]["min"], found["speed_over_full"]["max"]) == (2, 5)
     assert found["prefill_speed_over_full"]["median"] == 2
 
 
-def args_of(**options) -> EvalArgs:
-    return EvalArgs(tasks=["efficiency"], task_options={"efficiency": options}, device="cpu")
+def task_of(**options):
+    args = EvalArgs(tasks=["efficiency"], task_options={"efficiency": options}, device="cpu")
+    return side_by_side_tasks(Recipe(eval=args))["efficiency"]
 
 
 @pytest.mark.parametrize(
@@ -220,21 +223,22 @@ def args_of(**options) -> EvalArgs:
 )
 def test_wrong_options_are_one_line(options, message):
     with pytest.raises(ValueError, match=message) as caught:
-        speed_options(args_of(**options))
+        task_of(**options)
     assert "\n" not in str(caught.value)
 
 
-def test_options_say_which_lengths_they_need():
-    options = speed_options(args_of(max_batch=[[64, 3], [100, 1]], memory_limit_gib=2))
-    assert options.lengths() == {66, 100} and options.memory_limit == 2**31
-    assert speed_options(EvalArgs()) == SpeedOptions()
+def test_the_task_says_which_lengths_it_needs():
+    task = task_of(max_batch=[[64, 3], [100, 1]], memory_limit_gib=2)
+    assert {span.length for span in task.spans()} == {2048, 66, 100}
+    assert task.options.memory_limit == 2**31
+    assert task_of().options == SpeedOptions()
     assert dataclasses.asdict(SpeedOptions())["max_batch"] == []
 
 
 def test_budget_below_the_minimum_is_refused_before_measuring(place):
     run = make_run(place, "efficiency", ["snapkv@16"], {}, **CHANGES)
-    with pytest.raises(ValueError, match="snapkv: budget = 16 must exceed window = 32"):
-        runner.check_speeds(run)
+    with pytest.raises(ValueError, match="^snapkv: budget = 16 must exceed window = 32"):
+        run.side_by_side["efficiency"].check(run.method_runners)
 
 
 def test_longer_prompts_are_decoded_without_being_read(place):

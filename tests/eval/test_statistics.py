@@ -10,7 +10,7 @@ from scipy import optimize
 from scipy.stats import beta
 
 from pod.eval.statistics import comparison, confidence
-from pod.eval.suites.task_base import make_options
+from pod.eval.suites.task_base import is_side_by_side, make_options
 from pod.eval.tasks.niah import Niah
 from pod.recipe import load_recipe
 
@@ -320,7 +320,7 @@ def test_sizes_of_recipes_are_simulated(file):
         "passkey": len(args.passkey_lengths) * len(args.passkey_depths) * args.passkey_samples,
         "niah": len(needles.lengths) * len(needles.depths) * needles.samples,
     }
-    asked = [found.get(task, args.limit) for task in args.tasks if task != "efficiency"]
+    asked = [found.get(task, args.limit) for task in args.tasks if not is_side_by_side(task)]
     smoke = {1, 2} if file.stem == "demo_tiny" else set[int]()
     assert {number for number in asked if number is not None} <= {*SIZES} | smoke
 

@@ -200,19 +200,20 @@ def cache_bytes(config: "PodConfig", tokens: int, bytes_per_number: int) -> list
     return found
 
 
-def longest_of(config: "PodConfig", args: Any) -> int:
+def longest_of(config: "PodConfig", args: Any, known: "Mapping[str, int]") -> int:
     """Tokens of the longest sequence, from the recipe's settings alone.
 
-    They tell it for perplexity, passkey and efficiency. For every other task it is `eval.max_length`, else
-    the most that the model reads.
+    They tell it for perplexity and passkey. For every task that is neither of them nor in `known` it is
+    `eval.max_length`, else the most that the model reads.
 
     Args:
         args: the recipe's section `eval`.
+        known: by name, the tokens of tasks that have been made.
     """
-    known: dict[str, Any] = {
+    known = {
         "perplexity": args.text_length,
         "passkey": max(args.passkey_lengths) + args.passkey_new_tokens,
-        "efficiency": args.longest_speed_run(),
+        **known,
     }
     limit = args.max_length or config.max_position_embeddings
     return max(known.get(task, limit) for task in args.tasks) if args.tasks else limit

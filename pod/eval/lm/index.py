@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pod.errors import one_line
-from pod.eval.speed.args import NAME as SPEED_RUN
 from pod.eval.suites import task_base, task_data
 from pod.eval.suites.configs import find_config, known_to_lm_eval, suite_configs
 from pod.eval.suites.lm_eval_patch import patched
@@ -78,7 +77,7 @@ def check_known(names: list[str]) -> None:
     Raises:
         ValueError: for the first such name, naming the nearest task that there is.
     """
-    ours = {*task_base.names(), SPEED_RUN, *(name for found in suite_configs().values() for name in found)}
+    ours = {*task_base.names(), *(name for found in suite_configs().values() for name in found)}
     others = set(names) - ours
     if not others or others == _in_files_of_lm_eval(others):
         return

@@ -12,7 +12,7 @@ from pod.eval.answer.methods import EvaluatedMethod
 from pod.eval.lm import index as lm_index
 from pod.eval.lm.payload import Leaf, group_payload, leaf_payload, primary_metric, token_counts
 from pod.eval.suites import task_base, task_data
-from pod.eval.suites.task_base import Task
+from pod.eval.suites.task_base import AnsweredTask
 from pod.schema import section
 
 _FEWSHOT_SEED = 1234  # lm-eval's own default: its command line draws the same examples
@@ -37,7 +37,7 @@ class LmOptions:
     ruler."""
 
 
-def make_lm_tasks(run: task_base.Run, names: list[str]) -> dict[str, Task]:
+def make_lm_tasks(run: task_base.Run, names: list[str]) -> dict[str, AnsweredTask]:
     """A task per name. A group or tag of lm-eval is one task.
 
     Raises:
@@ -45,7 +45,7 @@ def make_lm_tasks(run: task_base.Run, names: list[str]) -> dict[str, Task]:
             that cannot be run (no data, no chat template …).
     """
     lm_index.check_known(names)
-    tasks: dict[str, Task] = {}
+    tasks: dict[str, AnsweredTask] = {}
     for name in names:
         options = task_base.make_options(LmTask, run.args.task_options.get(name, {}), name)
         metadata = {"pretrained": str(run.models.dense_path), **options.metadata}
@@ -66,7 +66,7 @@ class Answered(NamedTuple):
     records: dict[str, dict[str, Any]]
 
 
-class LmTask(Task):
+class LmTask(AnsweredTask):
     """A task, group or tag of lm-eval, with its prompts, filters and metrics.
 
     Our model class answers through the method's cache.

@@ -15,9 +15,9 @@ from pod.eval.answer.methods import BASE, EVALUATED_METHODS, TRAINED
 from pod.eval.report.names import categories_of, plain, suite_of
 from pod.eval.report.samples import SampleColumns
 from pod.eval.results import SCHEMA_VERSION, result_files
-from pod.eval.speed.args import NAME as SPEED_RUN
 from pod.eval.statistics.comparison import Against, Payload, compare, judged
-from pod.eval.suites.task_base import scored_payload
+from pod.eval.suites import task_base
+from pod.eval.suites.task_base import is_side_by_side, scored_payload
 from pod.notation import cut_budget
 
 _DENSE = ("dense", "unadapted")
@@ -50,9 +50,11 @@ class ReportedRun:
     @property
     def speed(self) -> dict[str, dict[str, Any]]:
         """The speeds of the latest measurement, by method. Methods that it did not measure are left out."""
-        parts = {
-            name: of["parts"][SPEED_RUN] for name, of in self.results.items() if SPEED_RUN in of["parts"]
-        }
+        parts = {}
+        for name, content in self.results.items():
+            for task, part in content["parts"].items():
+                if is_side_by_side(task):
+                    parts[name] = part
         latest = max((part["environment"]["date"] for part in parts.values()), default=None)
         return {name: part for name, part in parts.items() if part["environment"]["date"] == latest}
 
@@ -275,9 +277,9 @@ def read_run(folder: str | os.PathLike, shared: dict[Any, Any] | None = None) ->
         if is_current:
             for part in tasks_of(content).values():
                 part["samples"] = SampleColumns(part["samples"], shared)
-        if is_current and content["method"] != SPEED_RUN:
+        if is_current and content["method"] not in task_base.names():
             results[content["method"]] = content
-        else:  # another schema; or a file of speeds, which older versions wrote
+        else:  # another schema; or a file of a task, which older versions wrote for speeds
             left_out.append(
                 f"{name} comes from an older version (schema {content.get('schema')}): run `pod eval` again"
             )
@@ -293,8 +295,8 @@ def read_run(folder: str | os.PathLike, shared: dict[Any, Any] | None = None) ->
 
 
 def tasks_of(content: dict[str, Any]) -> dict[str, Payload]:
-    """The payloads of a result file, by task. Speeds are left out."""
-    return {task: part for task, part in content["parts"].items() if task != SPEED_RUN}
+    """The payloads of a result file, by task. Speeds, measured side by side, are left out."""
+    return {task: part for task, part in content["parts"].items() if not is_side_by_side(task)}
 
 
 def combined(entry: Entry, tasks: Tasks) -> Payload | None:
@@ -402,4 +404,4 @@ def _task_order(entries: list[Entry]) -> list[str]:
         asked = (entry.content.get("config") or {}).get("tasks", [])
         seen = {**entry.parts, **entry.refused, **entry.failed}
         tasks |= dict.fromkeys(name for name in [*asked, *seen] if name in seen)
-    return [task for task in tasks if task != SPEED_RUN]
+    return [task for task in tasks if not is_side_by_side(task)]

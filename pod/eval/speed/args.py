@@ -1,22 +1,12 @@
 """Options of the task `efficiency`: `eval.task_options.efficiency`."""
 
 from dataclasses import field
-from typing import TYPE_CHECKING
 
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
 from pod.eval.answer.devices import SPREADS
-from pod.schema import AtLeast2, build, section
+from pod.schema import AtLeast2, section
 from pod.units import GIB
-
-if TYPE_CHECKING:
-    from pod.eval.args import EvalArgs
-
-NAME = "efficiency"
-"""The task's name, and the name of its part of every method's result file.
-
-Its numbers can be compared only within one run, where one process measures all methods in turns.
-"""
 
 
 @section
@@ -57,26 +47,20 @@ class SpeedOptions:
         """The memory limit in bytes; None = all memory of the GPU."""
         return None if self.memory_limit_gib is None else int(self.memory_limit_gib * GIB)
 
-    def lengths(self) -> set[int]:
-        """Tokens in the cache at the end of every batch that is tried. The last new token is never fed."""
-        return {prompt + generated - 1 for prompt, generated in self.max_batch}
+    def check_limit(self, device: str) -> None:
+        """Refuse a search without a limit on a machine without a GPU.
 
-
-def speed_options(args: "EvalArgs") -> SpeedOptions:
-    """The options of the task `efficiency`.
-
-    Raises:
-        ValueError: for an unknown key, naming the nearest; for a wrong value; for a search that has no limit
-            on a machine without a GPU.
-    """
-    options: SpeedOptions = build(SpeedOptions, args.task_options.get(NAME, {}), f"eval.task_options.{NAME}")
-    searched = "max_batch" if options.max_batch else "longest_prompt"
-    if getattr(options, searched) and options.memory_limit is None and not _has_gpu(args.device):
-        raise ValueError(
-            f"eval.task_options.{NAME}.{searched} fills all memory, which is safe on a GPU only: set "
-            f"eval.task_options.{NAME}.memory_limit_gib"
-        )
-    return options
+        Args:
+            device: `eval.device`.
+        Raises:
+            ValueError: it names the search and the setting of the limit.
+        """
+        searched = "max_batch" if self.max_batch else "longest_prompt"
+        if getattr(self, searched) and self.memory_limit is None and not _has_gpu(device):
+            raise ValueError(
+                f"eval.task_options.efficiency.{searched} fills all memory, which is safe on a GPU only: set "
+                "eval.task_options.efficiency.memory_limit_gib"
+            )
 
 
 def _has_gpu(device: str) -> bool:

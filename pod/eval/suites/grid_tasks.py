@@ -14,7 +14,7 @@ from pod.eval import answer
 from pod.eval.answer.answer_cache import AnswerCache, JsonObject, in_batches
 from pod.eval.answer.budget import CacheSpan, MethodRunner
 from pod.eval.answer.methods import EvaluatedMethod
-from pod.eval.suites.task_base import Task, prompt_hash, scored_payload
+from pod.eval.suites.task_base import AnsweredTask, prompt_hash, scored_payload
 
 GridPlace = tuple[int, float, int]
 """Where a prompt stands in a grid: length in tokens, depth from 0 to 1, number of the sample."""
@@ -77,7 +77,7 @@ class GridPrompt:
         return f"{self.length}/{self.depth}/{self.sample}"
 
 
-class GridTask(Task):
+class GridTask(AnsweredTask):
     """A task whose items have the lengths of a grid. Answers are greedy, through the method's cache.
 
     An item is what one row of a batch asks: a prompt, or a text with several questions. Budgets and batches

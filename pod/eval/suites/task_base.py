@@ -1,11 +1,15 @@
 """What a task is.
 
-A task knows its samples and the cache sizes that they need. It asks a method for its answers, and makes one
-payload of them. An evaluation treats our own tasks and those of lm-eval (`pod.eval.lm.lm_tasks`) alike.
+A task is measured in one of two ways:
+
+* `AnsweredTask` knows its samples and the cache sizes that they need. It asks one method after the other for
+  its answers, and makes one payload of them. An evaluation treats our own tasks and those of lm-eval
+  (`pod.eval.lm.lm_tasks`) alike.
+* `SideBySideTask` measures all methods in turns, in one process.
 
 To add a task, write a file in the folder `pod/eval/tasks` with one subclass of `Task` whose `name` is the
-file's name; it is registered nowhere else. The payload's keys are the same for every task, so that tables,
-intervals and comparisons are made in one place:
+file's name; it is registered nowhere else. The keys of the payload of an answered task are the same for every
+task, so that tables, intervals and comparisons are made in one place:
 
     kind              `nll` (samples hold sums of nats and token counts), `binary` (0 or 1) or
                       `score` (0 to 1)
@@ -23,10 +27,12 @@ intervals and comparisons are made in one place:
     curves            optional: what `curve` returns, one per curve
 """
 
+import functools
 import hashlib
 import importlib
 import pkgutil
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -63,10 +69,9 @@ class Run:
 
 
 class Task(ABC):
-    """One thing to measure, the same for every method.
+    """One thing to measure, the same for every method. See `AnsweredTask` and `SideBySideTask`.
 
-    The constructor makes or reads the samples. It raises ValueError for whatever is wrong, before any model
-    is loaded.
+    The constructor raises ValueError for whatever is wrong, before any model is loaded.
 
     Attributes:
         name: how recipes call the task.
@@ -82,12 +87,39 @@ class Task(ABC):
     length_setting: ClassVar[str]
     Options: ClassVar[type] = NoOptions
 
-    def __init__(self, run: Run, options: Any):
-        self.run, self.args, self.options = run, run.args, options
+    def __init__(self, recipe: "Recipe", options: Any):
+        self.recipe, self.args, self.options = recipe, recipe.eval, options
 
     @abstractmethod
     def spans(self) -> list[CacheSpan]:
         """The sizes of every cache that the task will make."""
+
+    @abstractmethod
+    def token_counts(self, method: EvaluatedMethod) -> tuple[int, int]:
+        """(prompt tokens, decode steps) that a method takes at most; for `searches` at least.
+
+        A decode step decodes one token in every row of a batch.
+        """
+
+    def searches(self) -> list[str]:
+        """Names of the settings whose work depends on the machine. `token_counts` counts its beginning."""
+        return []
+
+    def longest(self) -> int:
+        """The longest sequence that is fed to a model (tokens), new tokens included."""
+        return max((span.length for span in self.spans()), default=0)
+
+    def load_tokens(self) -> int:
+        """Tokens of each row of a batch that must fit beside the weights where a model is placed on GPUs."""
+        return self.longest()
+
+
+class AnsweredTask(Task):
+    """A task that one method after the other answers. Its constructor makes or reads the samples."""
+
+    def __init__(self, run: Run, options: Any):
+        super().__init__(run.recipe, options)
+        self.run = run
 
     @abstractmethod
     def answer(self, runner: MethodRunner, answer_cache: AnswerCache) -> Any:
@@ -101,20 +133,9 @@ class Task(ABC):
     def score(self, runner: MethodRunner, answers: Any) -> dict[str, Any]:
         """The payload of a method's answers. It is computed from them without asking the model again."""
 
-    @abstractmethod
-    def token_counts(self, method: EvaluatedMethod) -> tuple[int, int]:
-        """(prompt tokens, decode steps) that a method takes at most.
-
-        A decode step decodes one token in every row of a batch.
-        """
-
     def prompt_of(self, method: EvaluatedMethod, span: CacheSpan) -> int:
         """Tokens of the prompt in a cache of this size, one of `spans`."""
         return span.length - span.fed
-
-    def longest(self) -> int:
-        """The longest sequence that is fed to a model (tokens), new tokens included."""
-        return max((span.length for span in self.spans()), default=0)
 
     def refuses(self, method: EvaluatedMethod) -> str | None:
         """Why this task cannot measure this method, in one line; None when it can.
@@ -134,6 +155,63 @@ class Task(ABC):
         return f"{metric}{payload['value']:.4g}"
 
 
+class SideBySideTask(Task):
+    """A task that measures all methods in turns, in one process. It is made from the recipe alone.
+
+    Its numbers can be compared only within one run. So they are measured all together or not at all. The part
+    of every method's result file has two keys that tell the run: `asked` (see `asked`), and `environment`
+    with its date. `pod.eval.report.speed` shows its rows: `lengths`, `max_batch` and `decoding`.
+    """
+
+    @abstractmethod
+    def asked(self, layout: Any) -> str:
+        """A digest that changes with anything that can change the numbers of all methods.
+
+        Args:
+            layout: JSON that changes with PoD's bytes.
+        """
+
+    @abstractmethod
+    def measure(
+        self, layout: Any, method_runners: Mapping[str, MethodRunner], log: Callable[[str], None]
+    ) -> tuple[dict[str, dict[str, Any]], dict[str, Exception]]:
+        """Measure all methods in turns.
+
+        Args:
+            layout: JSON that changes with PoD's bytes.
+            method_runners: the methods by name, each with its model and its caches.
+            log: takes lines about progress.
+        Returns: by method, its part of its result file; and by method that failed, its error.
+        """
+
+    @abstractmethod
+    def headline(self, parts: Mapping[str, dict[str, Any]]) -> str:
+        """The result in a few words, from the parts of all methods."""
+
+    def is_known(self, layout: Any, parts: Sequence[dict[str, Any] | None]) -> bool:
+        """Whether the numbers of all methods are known, from one run with the present settings.
+
+        Args:
+            layout: JSON that changes with PoD's bytes.
+            parts: this task's part of every method's result file; None where there is none.
+        """
+        known = [part for part in parts if part is not None]
+        if not self.args.reuse or not known or len(known) < len(parts):
+            return False
+        dates = {part["environment"]["date"] for part in known}
+        return len(dates) == 1 and {part["asked"] for part in known} == {self.asked(layout)}
+
+    def check(self, method_runners: Mapping[str, MethodRunner]) -> None:
+        """Make, as a check, every cache that methods with a budget will use.
+
+        Raises:
+            ValueError: for a budget below a method's minimum.
+        """
+        for runner in method_runners.values():
+            for span in self.spans() if runner.method.takes_budget else ():
+                runner.cache(span)
+
+
 def names() -> list[str]:
     """The names of all tasks in the folder `pod/eval/tasks`, sorted. None of them is imported."""
     folder = Path(__file__).parents[1] / "tasks"
@@ -150,6 +228,27 @@ def task_class(name: str) -> type[Task]:
     ]
     assert len(found) == 1, f"{module.__file__} must hold one Task named {name}"
     return found[0]
+
+
+@functools.cache
+def is_side_by_side(name: str) -> bool:
+    """Whether a task measures all methods in turns, in one process. Tasks of lm-eval do not."""
+    return name in names() and issubclass(task_class(name), SideBySideTask)
+
+
+def side_by_side_tasks(recipe: "Recipe") -> dict[str, SideBySideTask]:
+    """The tasks of a recipe that measure all methods in turns, by name, in the recipe's order.
+
+    Raises:
+        ValueError: for a wrong option.
+    """
+    tasks = {}
+    for name in filter(is_side_by_side, recipe.eval.tasks):
+        found = task_class(name)
+        assert issubclass(found, SideBySideTask)
+        options = make_options(found, recipe.eval.task_options.get(name, {}))
+        tasks[name] = found(recipe, options)
+    return tasks
 
 
 def make_options(task: type[Task], values: dict[str, Any], name: str | None = None) -> Any:

@@ -5,10 +5,10 @@ from typing import Any
 
 from pod.data import held_out_documents, long_sequences, source_documents
 from pod.eval.answer.answer_cache import AnswerCache, JsonObject, in_batches, key_of
-from pod.eval.suites.task_base import Task, prompt_hash
+from pod.eval.suites.task_base import AnsweredTask, prompt_hash
 
 
-class TextTask(Task):
+class TextTask(AnsweredTask):
     """A task over texts of equal length, each answered by itself.
 
     A task's options may have the fields `text`, `length` (tokens) and `sequences`. Without them,

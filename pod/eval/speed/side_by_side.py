@@ -1,11 +1,10 @@
 """Speeds, bytes, peak memory and largest batches of all methods side by side, in one process.
 
-They are the part `efficiency` of the methods' result files.
+The task `pod.eval.tasks.efficiency` stores them as its part of the methods' result files.
 """
 
-import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -14,14 +13,12 @@ from torch import Tensor
 
 from pod.errors import one_line
 from pod.eval.answer.budget import CacheSpan, MethodRunner
-from pod.eval.answer.methods import BASE, EvaluatedMethod
-from pod.eval.results import code_identity, fingerprint
-from pod.eval.speed.args import SpeedOptions, speed_options
+from pod.eval.answer.methods import BASE
+from pod.eval.speed.args import SpeedOptions
 from pod.measure import max_batch, measured_memory
 from pod.measure.machine import environment
 from pod.measure.random_cache import fill_with_random_tokens, is_filled_directly
 from pod.measure.speed_comparison import (
-    WARM_UP_TOKENS,
     RaceEntry,
     in_turns,
     race,
@@ -34,7 +31,8 @@ if TYPE_CHECKING:
     from pod.eval.args import EvalArgs
     from pod.recipe import Recipe
 
-_MEMORY_STEPS = 4  # decoded tokens whose peak memory is measured
+MEMORY_STEPS = 4
+"""Decoded tokens whose peak memory is measured."""
 
 
 @dataclass(frozen=True)
@@ -43,13 +41,15 @@ class SpeedRun:
 
     Attributes:
         recipe: its section `eval` says what is measured.
-        layout: JSON that changes with PoD's bytes.
+        options: `eval.task_options.efficiency`.
+        asked: a digest of what is measured (`SideBySideTask.asked`); every part of the result holds it.
         method_runners: the methods by name, each with its model and its caches.
         log: takes lines about progress.
     """
 
     recipe: "Recipe"
-    layout: Any
+    options: SpeedOptions
+    asked: str
     method_runners: Mapping[str, MethodRunner]
     log: Callable[[str], None]
 
@@ -57,11 +57,6 @@ class SpeedRun:
     def args(self) -> "EvalArgs":
         """The recipe's section `eval`."""
         return self.recipe.eval
-
-    @functools.cached_property
-    def options(self) -> SpeedOptions:
-        """`eval.task_options.efficiency`."""
-        return speed_options(self.args)
 
 
 def measure_speed(run: SpeedRun) -> tuple[dict[str, dict[str, Any]], dict[str, Exception]]:
@@ -77,7 +72,7 @@ def measure_speed(run: SpeedRun) -> tuple[dict[str, dict[str, Any]], dict[str, E
         batches.append(_longest_prompts(run, errors))
     decoding = [_race_filled(run, length, errors) for length in run.options.decode_lengths]
     seconds = round(time.perf_counter() - began, 3)
-    race_of_all = {"asked": row_of(run), "options": asdict(run.options), "environment": environment()}
+    race_of_all = {"asked": run.asked, "options": asdict(run.options), "environment": environment()}
     parts = {}
     for name in run.method_runners:
         if name not in errors:
@@ -87,83 +82,9 @@ def measure_speed(run: SpeedRun) -> tuple[dict[str, dict[str, Any]], dict[str, E
     return parts, errors
 
 
-def token_counts(args: "EvalArgs", method: EvaluatedMethod) -> tuple[int, int]:
-    """(prompt tokens, decode steps) that `measure_speed` takes for a method.
-
-    A decode step decodes one token in every row of a batch. How many batches and prompts a search tries is
-    not known before. Of each search, the tries that it makes in any case are counted: one and two rows, of
-    which two are then timed; and one step of the longest prompt.
-    """
-    options = speed_options(args)
-    raced = args.efficiency_tokens * (args.efficiency_repeats + 1)  # one round is a warm-up
-    prompt, steps = 0, 0
-    for length in args.efficiency_lengths:
-        readings = options.prefill_repeats
-        if options.memory:
-            readings += 1
-            steps += _MEMORY_STEPS
-        prompt += readings * length + min(length, WARM_UP_TOKENS)
-        steps += raced
-    if not method.takes_budget:
-        prompt += len(options.decode_lengths)  # one token is read into each cache that is filled
-        steps += raced * len(options.decode_lengths)
-    tries = [1, 2, 2] if options.max_batch_rows > 1 else [1, 1]
-    for tokens, generated in options.max_batch:
-        prompt += sum(tries) * tokens
-        steps += len(tries) * (generated - 1)
-    prompt += options.longest_prompt
-    return prompt, steps
-
-
 def _own(rows: list[dict[str, dict]], name: str) -> list[dict]:
     """The rows of one method."""
     return [row[name] for row in rows if name in row]
-
-
-def row_of(run: SpeedRun) -> str:
-    """A digest that changes with anything that can change the speeds of all methods."""
-    args = run.args
-    asked = [args.efficiency_lengths, args.efficiency_tokens, args.efficiency_repeats, asdict(run.options)]
-    asked.append(args.device)
-    code = code_identity("eval/speed/*.py", "measure/*.py")
-    hardware = environment()["hardware"]
-    return fingerprint([asked, run.recipe.seed, run.layout, code, hardware])
-
-
-def is_known(run: SpeedRun, parts: Sequence[dict[str, Any] | None]) -> bool:
-    """Whether the speeds of all methods are known, from one run with the present settings, side by side.
-
-    Args:
-        parts: the part `efficiency` of every method's result file; None where there is none.
-    """
-    known = [part for part in parts if part is not None]
-    if not run.args.reuse or not known or len(known) < len(parts):
-        return False
-    dates = {part["environment"]["date"] for part in known}
-    return len(dates) == 1 and {part["asked"] for part in known} == {row_of(run)}
-
-
-def check(run: SpeedRun) -> None:
-    """Make, as a check, every cache that methods with a budget will use.
-
-    Raises:
-        ValueError: for a budget below a method's minimum.
-    """
-    spans = [(length, 0) for length in run.args.efficiency_lengths]
-    spans += [(prompt + generated - 1, generated - 1) for prompt, generated in run.options.max_batch]
-    for runner in run.method_runners.values():
-        for length, fed in spans if runner.method.takes_budget else ():
-            runner.cache(CacheSpan(length, fed))
-
-
-def headline(parts: Mapping[str, dict[str, Any]]) -> str:
-    """Tokens per second of every method at the last length, in a few words."""
-    last = {name: part["lengths"][-1] for name, part in parts.items() if part["lengths"]}
-    rates = [
-        f"{name} {row['decode_tokens_per_second']['median']:.1f} at {row['length']}"
-        for name, row in last.items()
-    ]
-    return f"tokens/s: {', '.join(rates)}" if rates else "no method could be timed"
 
 
 def _race(run: SpeedRun, length: int, errors: dict[str, Exception]) -> dict[str, dict[str, Any]]:
@@ -177,7 +98,7 @@ def _race(run: SpeedRun, length: int, errors: dict[str, Exception]) -> dict[str,
             if run.options.memory:  # measuring reads the whole prompt: the model is warm afterwards
                 make = partial(_cache, run, one.name, length)
                 prompt = _prompt(run, one.model, length)
-                rows[one.name]["memory"] = measured_memory.measure(one.model, make, prompt, _MEMORY_STEPS)
+                rows[one.name]["memory"] = measured_memory.measure(one.model, make, prompt, MEMORY_STEPS)
             warm_up(one.model, _prompt(run, one.model, length))
     entries = _still_in(entries, errors)
     for turn in range(run.options.prefill_repeats):
