@@ -5,7 +5,6 @@ import re
 import shutil
 import subprocess
 import sys
-import types
 from pathlib import Path
 
 import pytest
@@ -19,10 +18,8 @@ from pod.eval.method_and_task_lists import list_tasks
 from pod.eval.report.merge import merge
 from pod.eval.report.report_tables import common_length, overview, percent
 from pod.eval.suites import task_base
-from pod.eval.suites.task_base import SideBySideTask
 from pod.eval.tasks import efficiency
 from pod.eval.tasks.passkey import Passkey
-from pod.measure.machine import environment
 from pod.modeling.methods.windowed import StreamingLayer
 from pod.models import resolve_model
 from pod.recipe import load_recipe
@@ -250,52 +247,6 @@ def test_other_code_measures_again(finished, monkeypatch):
         monkeypatch.setattr(place, "code_identity", lambda *more: f"edited {more}")
     after = identities()
     assert after[0] != before[0] and after[1] != before[1]
-
-
-class Counted(SideBySideTask):
-    """Measures of every method how many methods take turns."""
-
-    name = "counted"
-    title = "count"
-    about = "how many methods take turns in one process."
-    length_setting = "eval.text_length"
-
-    def spans(self):
-        return []
-
-    def token_counts(self, method):
-        return 7, 3
-
-    def asked(self, layout):
-        return "counted"
-
-    def measure(self, layout, method_runners, log):
-        part = {"asked": self.asked(layout), "environment": environment(), "count": len(method_runners)}
-        return dict.fromkeys(method_runners, part), {}
-
-    def headline(self, parts):
-        return f"{len(parts)} methods"
-
-
-def test_any_task_may_measure_all_methods_side_by_side(place, tmp_path, monkeypatch):
-    """A file in the folder of tasks is enough: nothing else knows which tasks take turns."""
-    module = types.ModuleType("pod.eval.tasks.counted")
-    module.Counted = Counted
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    names = [*task_base.names(), "counted"]
-    monkeypatch.setattr(task_base, "names", lambda: names)
-    changes = {"eval.tasks": ["counted"], "eval.methods": ["full", "streamingllm@64"]}
-    changes |= {"eval.steps": ["answer", "score"], "output_dir": str(tmp_path)}
-    recipe = recipe_of(place, **changes)
-    lines: list[str] = []
-    results = runner.evaluate(recipe, log=lines.append)
-    assert [result["parts"]["counted"]["count"] for result in results.values()] == [2, 2]
-    assert lines[0] == "count: all methods in turns …" and lines[1].startswith("count: 2 methods (")
-    (date,) = {result["parts"]["counted"]["environment"]["date"] for result in results.values()}
-    runner.evaluate(recipe, log=lines.append)
-    assert lines[2:] == [f"count: kept from {date}"]
-    assert len(re.findall(r" 7 prompt tokens +3 decode steps", estimate(recipe))) == 2
-    assert "\ncounted: how many methods take turns" in list_tasks()
 
 
 def test_changed_model_is_measured_again(place, tmp_path):
