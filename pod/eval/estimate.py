@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pod.errors import one_line
 from pod.eval.answer.devices import Gpus, Load, layout_lines, longest_of, spread_of
 from pod.eval.answer.methods import find_method
 from pod.eval.suites.task_base import Task, is_side_by_side, side_by_side_tasks
@@ -87,8 +88,7 @@ def _layout(recipe: "Recipe", gpus: Gpus, load: Load | None, known: Mapping[str,
         models = Models(recipe)
         configs = {kind: models.config(kind) for kind in models.kinds}
     except (ValueError, OSError) as error:
-        text = " ".join(str(error).split())
-        return [*lines, f"  unknown, as the evaluation would end with: {text}"]
+        return [*lines, f"  unknown, as the evaluation would end with: {one_line(error)}"]
     size = getattr(torch, recipe.model.dtype).itemsize
     for kind, config in configs.items():
         expected = load or Load(recipe.eval.batch_size, longest_of(config, recipe.eval, known))
@@ -112,8 +112,7 @@ def _built(recipe: "Recipe", names: list[str]) -> tuple["EvalInputs | None", lis
     try:
         return prepare(recipe, log=lambda line: None), []
     except (ValueError, OSError) as error:
-        text = " ".join(str(error).split())
-        end = f"As things are, the evaluation would end with: {text}"
+        end = f"As things are, the evaluation would end with: {one_line(error)}"
         return None, [f"Not counted: {', '.join(names)}. {end}"]
 
 

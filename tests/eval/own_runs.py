@@ -22,6 +22,20 @@ SETTINGS: dict[str, Any] = {
     "model.num_recent_tokens": 60,
     "eval.batch_size": 3,
 }
+SMALL_TASKS: dict[str, Any] = {
+    "eval.text_length": 256,
+    "eval.min_context": 128,
+    "eval.text_sequences": 3,
+    "eval.scored_tokens": 5,
+    "eval.passkey_lengths": [420],
+    "eval.passkey_depths": [0.0, 1.0],
+    "eval.passkey_samples": 1,
+    "eval.passkey_new_tokens": 4,
+    "eval.efficiency_lengths": [300],
+    "eval.efficiency_tokens": 2,
+    "eval.efficiency_repeats": 2,
+}
+"""Few and short samples of perplexity, passkeys and speeds."""
 WORDS = ("river", "stone", "lamp", "garden", "letter", "bridge", "winter", "paper", "window", "music", "road")
 
 

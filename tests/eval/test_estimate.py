@@ -4,26 +4,12 @@ import json
 import re
 
 import pytest
-from own_runs import PLAN, SETTINGS, write_place
+from own_runs import PLAN, SETTINGS, SMALL_TASKS, write_place
 
 import pod
 from pod.eval import runner
 from pod.eval.estimate import estimate
 from pod.recipe import load_recipe
-
-TASKS = {
-    "eval.text_length": 256,
-    "eval.min_context": 128,
-    "eval.text_sequences": 3,
-    "eval.scored_tokens": 5,
-    "eval.passkey_lengths": [420],
-    "eval.passkey_depths": [0.0, 1.0],
-    "eval.passkey_samples": 1,
-    "eval.passkey_new_tokens": 4,
-    "eval.efficiency_lengths": [300],
-    "eval.efficiency_tokens": 2,
-    "eval.efficiency_repeats": 2,
-}
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +20,9 @@ def place(tmp_path_factory):
 
 
 def recipe_of(place, methods, tasks, **changes):
-    settings = SETTINGS | TASKS | {"output_dir": str(place / "out"), "eval.text": [str(place / "text.txt")]}
+    settings = (
+        SETTINGS | SMALL_TASKS | {"output_dir": str(place / "out"), "eval.text": [str(place / "text.txt")]}
+    )
     settings |= {"eval.methods": methods, "eval.tasks": tasks}
     settings |= {key.replace("__", "."): value for key, value in changes.items()}
     return load_recipe(None, [f"{key}={json.dumps(value)}" for key, value in settings.items()])

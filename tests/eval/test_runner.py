@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from own_runs import SMALL_TASKS
 
 import pod
 from pod.eval import runner
@@ -30,18 +31,8 @@ SETTINGS = {
     "model.path": "package:tiny",
     "model.num_sink_tokens": 4,
     "model.num_recent_tokens": 60,
-    "eval.text_length": 256,
-    "eval.min_context": 128,
-    "eval.text_sequences": 3,
-    "eval.scored_tokens": 5,
-    "eval.passkey_lengths": [420],
-    "eval.passkey_depths": [0.0, 1.0],
-    "eval.passkey_samples": 1,
-    "eval.passkey_new_tokens": 4,
     "eval.batch_size": 2,
-    "eval.efficiency_lengths": [300],
-    "eval.efficiency_tokens": 2,
-    "eval.efficiency_repeats": 2,
+    **SMALL_TASKS,
 }
 
 

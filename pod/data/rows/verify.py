@@ -15,6 +15,7 @@ from pod.data.rows.manifest import (
     listed_files,
     read_manifest,
 )
+from pod.errors import one_line
 
 
 class DamagedData(ValueError):
@@ -43,7 +44,7 @@ def open_manifest(folder: Path) -> dict[str, Any]:
         # A manifest of another version is not damaged. Beside shards, every other error means damage.
         other_version = re.search(r"schema version \d", str(error))
         kind = DamagedData if has_shards and not other_version else ValueError
-        raise kind(" ".join(str(error).split())) from None
+        raise kind(one_line(error)) from None
 
 
 def verify(
@@ -86,5 +87,5 @@ def _fault(check: Callable[..., Any], *arguments: Any) -> list[str]:
     try:
         check(*arguments)
     except (ValueError, OSError) as error:
-        return [" ".join(str(error).split())]
+        return [one_line(error)]
     return []

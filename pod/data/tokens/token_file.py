@@ -183,7 +183,7 @@ def _checksum(stream: BinaryIO, size: int) -> int:
     checksum = 0
     while size > 0 and (data := stream.read(min(size, 1 << 20))):
         checksum = zlib.crc32(data, checksum)
-        size = size - len(data)
+        size -= len(data)
     return checksum
 
 

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import pod
+from pod.errors import one_line
 from pod.eval.suites.lm_eval_patch import patched
 from pod.eval.suites.task_base import prompt_hash
 from pod.tokenizer import template_arguments, with_template_variables
@@ -178,7 +179,7 @@ def _find(suite: str, file: str, hub_id: str | None, hub_file: str) -> tuple[Pat
     try:
         return Path(hf_hub_download(repo_id=hub_id, filename=archive, repo_type="dataset")), member
     except Exception as error:
-        reason = " ".join(str(error).split()).partition(". ")[0][:160]
+        reason = one_line(error).partition(". ")[0][:160]
         raise missing(f"the hub gave {type(error).__name__}: {reason}") from error
 
 

@@ -169,8 +169,8 @@ def _common_subsequence(rows: list[str], columns: list[str]) -> tuple[list[str],
     while i and j:
         if rows[i - 1] == columns[j - 1]:
             common.append(rows[i - 1])
-            i = i - 1
-            j = j - 1
+            i -= 1
+            j -= 1
         elif table[i - 1][j] > table[i][j - 1]:
             i -= 1
         else:
