@@ -13,6 +13,7 @@ from pod.modeling.placement import (
     capacities,
     heads_that_cross,
     lay_out,
+    missing_device,
     parts_of,
     place,
 )
@@ -122,6 +123,16 @@ def test_sizes_may_be_texts_and_devices_numbers():
     assert "max_memory names disk" in complaint(capacities, {"disk": 1})
     assert "max_memory names cpu beside other devices" in complaint(capacities, {0: "2GiB", "cpu": "9GiB"})
     assert [(device.type, size) for device, size in capacities({"cpu": 7}).items()] == [("cpu", 7)]
+
+
+def test_a_device_is_missing_from_the_number_of_devices_on(monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **options: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    there = [torch.device(name) for name in ("cpu", "meta", "cuda", "cuda:0", "cuda:1")]
+    assert missing_device(there) is None
+    missing = [*there, torch.device("cuda:2"), torch.device("mps")]
+    assert missing_device(missing) == "cuda:2, but this machine has 2 devices cuda"
+    assert missing_device(missing[-1:]) == "mps, but this machine has 2 devices cuda"
 
 
 def test_a_map_by_modules_is_taken_or_refused_in_one_line():

@@ -307,6 +307,16 @@ def test_calibrate_sinks_names_a_wrong_argument(wrong, words):
         pod.calibrate_sinks(make_model(6, 2), **{"plan": plan, "texts": [[1] * 90]} | wrong)
 
 
+def test_calibrate_sinks_takes_every_id_of_the_vocabulary_and_no_other():
+    model = make_model(6, 2)
+    plan = SharingPlan(((None, None),) * 4, num_sink_tokens=0, num_recent_tokens=RECENT)
+    last = model.config.vocab_size - 1
+    ids = [0, last] * 45
+    assert pod.calibrate_sinks(model, plan, [ids]).sinks == "constant"
+    with pytest.raises(ValueError, match=f"ids from 0 to {last + 1}, allowed are 0 to {last}:"):
+        pod.calibrate_sinks(model, plan, [[*ids, last + 1]])
+
+
 def test_constants_of_measured_layers_become_those_of_the_whole_model():
     sinks = [Sink(torch.ones(4), torch.ones(2, 8))] * 2
     plan = SharingPlan(
