@@ -20,8 +20,9 @@ from pod.modeling.model.sharing import SharingPlan, check_bits
 from pod.modeling.placement import ROOM, free_bytes, share_of_rank
 from pod.models import resolve_model
 from pod.plan.args import ExploreArgs
-from pod.plan.costs import cost_shapes, planned_layers, sample_queries
+from pod.plan.costs import cost_shapes
 from pod.plan.engines import window_counts
+from pod.plan.recording import planned_layers, sample_queries
 from pod.plan.solve import Curve, Floats, PackedCosts, solve
 from pod.tokenizer import load_tokenizer
 from pod.training.run.longer_context import extend
@@ -195,7 +196,7 @@ def check_model(config: Any, explore: ExploreArgs, windows: dict[str, int]) -> N
             f"explore.sequence_length is {explore.sequence_length}, but the model reads "
             f"{config.max_position_embeddings} tokens: lower it, or extend the model first"
         )
-    if explore.cost == "projected":
+    if explore.cost == "nats":
         sample_queries(explore.sequence_length, explore.num_queries, **windows)
     if explore.target == "vllm" and config.layer_windows is not None:
         raise ValueError(
@@ -219,13 +220,16 @@ def at_granularity(explore: ExploreArgs, total: dict[str, Floats]) -> dict[str, 
         total: costs by name, in the shapes of `cost_shapes`.
 
     Returns:
-        For granularity `head` the costs as they are. For `layer` their sums over the KV heads, with H = 1,
-        since the costs of a layer's heads add up. The cost ``follow`` is left out there: a whole layer
-        follows a whole layer, and each of its heads the head of the same index, whose cost is ``in_place``.
+        For granularity `head` the costs as they are. For `layer` their sums over the KV heads, with H = 1. The
+        cost ``follow`` is left out there: a whole layer follows a whole layer, and each of its heads the head
+        of the same index, whose cost is ``in_place``.
     """
     if explore.granularity == "head":
         return total
-    return {name: cost.sum(axis=-1, keepdims=True) for name, cost in total.items() if name != "follow"}
+    found = {name: cost.sum(axis=-1, keepdims=True) for name, cost in total.items() if name != "follow"}
+    if "windows" in found:
+        found["windows"] = found["windows"].sum(axis=1, keepdims=True)
+    return found
 
 
 def allowed(
@@ -240,8 +244,13 @@ def allowed(
     """
     roles = explore.roles or []
     followers = total[follow] if "follow" in roles else None
-    windows = total["window"] if "window" in roles else None
+    windows = window_alone(total["windows"]) if "window" in roles else None
     return followers, windows
+
+
+def window_alone(windows: Floats) -> Floats:
+    """The cost ``[L, H]`` of a window in one head alone, from ``windows`` ``[L, H, L, H]``."""
+    return np.einsum("ijij->ij", windows)
 
 
 def for_target(frontier: C, explore: ExploreArgs) -> C:
@@ -312,7 +321,7 @@ def describe_cost(config: Any, explore: ExploreArgs, sinks: str = "tokens") -> s
     layers, heads = len(planned_layers(config)), config.num_attention_heads
     n, q, count = explore.sequence_length, explore.num_queries, explore.num_sequences
     what = f"{explore.cost}: one forward pass over {count} x {n} = {count * n} tokens"
-    if explore.cost == "projected":
+    if explore.cost == "nats":
         repeated = explore.retrieval_sequences
         matching = repeated + min(count, MATCHING_SEQUENCES)
         losses = min(count, explore.loss_sequences)

@@ -32,28 +32,25 @@ from pod.files import atomic_write_bytes, keep_old
 from pod.identity import content_of
 from pod.modeling.model.llama import PodForCausalLM
 from pod.modeling.retrieval_heads import RetrievalHeads
-from pod.plan.calibration import CALIBRATION_SEQUENCES, find_sinks, measure_window_costs
+from pod.plan.calibration import CALIBRATION_SEQUENCES, find_sinks
 from pod.plan.checks import check_array, check_groups
 from pod.plan.costs import (
-    EARLY,
     FOLLOWER_COSTS,
     RETRIEVAL,
     cost_shapes,
     match_query_heads,
     measure_costs,
     measure_query_head_errors,
-    planned_layers,
-    record_attention_inputs,
-    record_attention_rows,
 )
 from pod.plan.exploration import MATCHING_SEQUENCES, Exploration
+from pod.plan.recording import planned_layers, record_attention_inputs, record_attention_rows
 from pod.plan.similarity import jensen_shannon_similarity
 from pod.training.checkpoint.run_identity import sha256_of
 from pod.training.run.mesh import from_rank_0
 from pod.verbosity import is_quiet
 
 COSTS_NAME, HEADS_NAME = "plan_costs.safetensors", "retrieval_heads.json"
-SCHEMA_VERSION = "2"  # of files of measurements; other versions are refused
+SCHEMA_VERSION = "3"  # of files of measurements; other versions are refused
 REPEATS = 4  # copies of the random tokens of a retrieval sequence
 UNIT = 2.0**-40  # of the integer sums; int64 holds sums below 2^23
 Say = Callable[[str], None]
@@ -68,7 +65,7 @@ class MeasuredCosts:
         tensors: means over sequences, fp64, by name. A similarity is ``similarity`` ``[L, L, Hq]``. Costs
             are those of `cost_shapes`, once measured on text and once, with RETRIEVAL behind their names, on
             repeated tokens. Where heads may follow, ``order`` ``[L, L, H, H, G]`` is there too, see
-            `match_query_heads`. With constant sinks there are also EARLY, ``sink_logits`` ``[L, Hq]`` and
+            `match_query_heads`. With constant sinks there are also ``sink_logits`` ``[L, Hq]`` and
             ``sink_values`` ``[L, H, d]``.
         provenance: model, number of its KV heads, sources, windows, tokens n of a sequence, queries q, number
             N of sequences, seed and fingerprints. Where some layers were trained with windows, also
@@ -320,13 +317,10 @@ def _measure_costs(
         sinks = from_rank_0(lambda: find_sinks(model, some, queries))
         tensors["sink_logits"] = torch.stack([sink.logits for sink in sinks])
         tensors["sink_values"] = torch.stack([sink.values for sink in sinks])
-        shapes[EARLY] = shapes["window"]
     sizes = [math.prod(shape) for shape in shapes.values()]
 
     def flat(input_ids: Tensor) -> Tensor:
-        found = measure_costs(model, input_ids, queries, order)
-        if sinks is not None:
-            found |= measure_window_costs(model, input_ids, queries, sinks)
+        found = measure_costs(model, input_ids, queries, order, sinks)
         return torch.cat([found[name].flatten() for name in shapes])
 
     for name, ending, texts in (("text", "", sequences), ("repeated", RETRIEVAL, repeated)):

@@ -54,8 +54,9 @@ def pareto(choice: Choice, explore: ExploreArgs, windows: dict[str, int]) -> dic
         choice: of a plan by dynamic programming; a greedy plan has no curve.
         windows: `num_sink_tokens` and `num_recent_tokens` of the plan.
     """
-    assert choice.frontier is not None, "a greedy plan has no curve"
-    frontier, chosen, pair = choice.frontier, choice.units, choice.frontier.pair_units
+    assert choice.plans is not None, "a greedy plan has no curve"
+    frontier, chosen = choice.plans.curve, choice.units
+    pair = frontier.pair_units
     every = {frontier.cheapest(units) for units in range(0, len(frontier.costs), pair // 2)} | {chosen}
     points = []
     for units in steps(sorted(every), "curve"):
@@ -63,7 +64,7 @@ def pareto(choice: Choice, explore: ExploreArgs, windows: dict[str, int]) -> dic
         point = {
             "units": units,
             "saving": plan.saving(explore.budget_tokens, **windows),
-            "cost": float(frontier.costs[units]),
+            "cost": choice.plans.at(units)[1],
             "cost_without": {name: other.cost_of(units, pair) for name, other in choice.without.items()},
             "leads": plan.num_leads,
             "followers": plan.num_followers,

@@ -25,13 +25,8 @@ from pod.plan.calibration import (
     with_constants,
 )
 from pod.plan.choose import choose, in_all_layers
-from pod.plan.costs import (
-    cost_shapes,
-    measure_costs,
-    record_attention_inputs,
-    sample_queries,
-    total_costs,
-)
+from pod.plan.costs import cost_shapes, measure_costs, total_costs
+from pod.plan.recording import record_attention_inputs, sample_queries
 from pod.plan.exploration import Exploration
 from pod.plan.measured_costs import MeasuredCosts
 from pod.recipe import load_recipe

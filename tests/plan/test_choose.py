@@ -60,7 +60,7 @@ def test_without_alignment_the_plan_is_the_solvers(roles):
         for name in cost_shapes(1, 1)
     }
     follow = total["in_place"] if "follow" in roles else None
-    window = total["window"] if "window" in roles else None
+    window = window_alone(total["windows"]) if "window" in roles else None
     units = 12  # 0.3 of 28 tokens of which 21 are distant, of 5 x 3 pairs
     expected = solve(follow, window)
     assert choice.plan.lead == expected.plan(units).lead and choice.plan.head_order is None
@@ -94,7 +94,7 @@ def test_an_aligned_plan_costs_what_its_pairs_cost_and_stands_in_their_order():
         for place, lead in enumerate(row):
             inside = (query[layer, 2 * place : 2 * place + 2] % 2).tolist()
             if lead is None:
-                expected += total["window"][layer, head[layer, place]]
+                expected += window_alone(total["windows"])[layer, head[layer, place]]
             elif lead != layer:
                 pair = lead, layer, head[lead, place], head[layer, place]
                 expected += total["follow"][pair]
@@ -116,8 +116,8 @@ def test_heads_that_stay_give_no_order_and_forbidden_roles_may_not_reach():
     straight = ((0, 1, 2, 3),) * 3
     assert head_order(plan, ((0, 1),) * 3, order) == straight and replace(plan, head_order=straight) == plan
     assert head_order(plan, ((0, 1), (1, 0), (0, 1)), order) == ((0, 1, 2, 3), (2, 3, 0, 1), (0, 1, 2, 3))
-    frontier = solve(None, np.array([[0.5], [0.25]]))
-    assert [frontier.cost_of(units, 2) for units in range(6)] == [0, 0.25, 0.25, 0.75, 0.75, None]
+    plans = Plans(solve(None, np.array([[0.5], [0.25]])))
+    assert [plans.cost_of(units, 2) for units in range(6)] == [0, 0.25, 0.25, 0.75, 0.75, None]
 
 
 def cost_of_plan(plan, total):
@@ -132,7 +132,7 @@ def cost_of_plan(plan, total):
 
 def cost_of_pair(total, lead, layer, head, bits):
     if lead is None:
-        return total["window"][layer, head]
+        return window_alone(total["windows"])[layer, head]
     if lead == layer:
         return total["lead4"][layer, head] if bits == 4 else 0.0
     cost = total["in_place"][lead, layer, head]
@@ -175,9 +175,9 @@ def test_what_16_bits_cannot_save_exactly_costs_what_the_next_saving_costs():
         costs.tensors[name] *= 0.01
     explore = explore_args(bits="16,4", target_saving=0.957, budget_length=100_000, retrieval_weight=0.0)
     choice = choose(costs, explore, {"num_sink_tokens": 4, "num_recent_tokens": 12})
-    assert 28 < choice.units * 2 / choice.frontier.pair_units <= 29
+    assert 28 < choice.units * 2 / choice.plans.curve.pair_units <= 29
     found = choice.plan.provenance["plan_cost_without_4_bits"]
-    assert found == pytest.approx(costs.tensors["window"].sum().item())
+    assert found == pytest.approx(costs.tensors["windows"].sum().item())
 
 
 def test_the_curve_with_bits_says_what_its_plans_cost_and_what_forbidding_costs():
@@ -190,7 +190,7 @@ def test_the_curve_with_bits_says_what_its_plans_cost_and_what_forbidding_costs(
     total, points = total_costs(costs.tensors, 0.0), curve["points"]
     assert [x["cost"] for x in points] == sorted({x["cost"] for x in points}) and len(points) > 20
     for point in points:
-        plan = choice.frontier.plan(point["units"])
+        plan = choice.plan_at(point["units"])
         packed = [bits == 4 for bits in plan.bits or [16] * 5]
         assert point["packed_layers"] == [layer for layer in range(5) if packed[layer]]
         assert point["saving"] == plan.saving(2048, **WINDOWS)
@@ -208,8 +208,8 @@ def test_the_curve_with_bits_says_what_its_plans_cost_and_what_forbidding_costs(
     for name, cost in chosen["cost_without"].items():
         assert cost == found[f"plan_cost_without_{name}"]
         if name == "4_bits":
-            halves = -(-2 * chosen["units"] // choice.frontier.pair_units)
-            assert cost == solve(total["in_place"], total["window"]).costs[halves:].min()
+            halves = -(-2 * chosen["units"] // choice.plans.curve.pair_units)
+            assert cost == solve(total["in_place"], window_alone(total["windows"])).costs[halves:].min()
     assert points[-1]["saving"] > 0.95 and points[-1]["cost_without"]["window"] is None
 
 
@@ -227,16 +227,16 @@ def test_explore_measures_chooses_and_writes(overrides, tmp_path, monkeypatch, c
     assert {name: x.shape for name, x in costs.tensors.items() if name != "order"} == {
         n + e: shapes[n] for n in shapes for e in ("", "_retrieval")
     }
-    assert all(costs.tensors[name].max() > 0 for name in ("window", "follow", "in_place"))
+    assert all(costs.tensors[name].max() > 0 for name in ("windows", "follow", "in_place"))
     assert costs.tensors["lead4"].max() < 1e-9  # 48 tokens are too few to be packed
     assert units_of(plan) >= 7  # 0.4 of 48 tokens of which 41 are distant, of 4 x 2 pairs: 7.5
     found = plan.provenance
     assert (
-        found["cost"] == "projected" and found["num_recent_tokens"] == 5 and found["model"] == "package:tiny"
+        found["cost"] == "nats" and found["num_recent_tokens"] == 5 and found["model"] == "package:tiny"
     )
     assert len(found["tokens_sha256"]) == 64 and found["losses"]["sequences"] == 2
     printed = capsys.readouterr().out
-    assert "dp by projected, target 40.0% at 48 tokens" in printed
+    assert "dp by nats, target 40.0% at 48 tokens" in printed
     assert "without followers" in printed and "without windows" in printed
     assert (
         f"dense {found['losses']['dense']['text']:.4f}, plan {found['losses']['plan']['text']:.4f}" in printed
@@ -252,7 +252,7 @@ def test_explore_measures_chooses_and_writes(overrides, tmp_path, monkeypatch, c
     changes = ["explore.target_saving=0.2", "explore.retrieval_weight=3", "explore.align_heads=false"]
     explore.main(load_recipe(None, [*overrides, *changes]))
     total = total_costs(costs.tensors, 3.0)
-    frontier = solve(total["in_place"], total["window"])
+    frontier = solve(total["in_place"], window_alone(total["windows"]))
     assert plan_and_costs(tmp_path)[0].lead == frontier.plan(4 + frontier.costs[4:].argmin()).lead
 
 
@@ -336,7 +336,7 @@ def test_other_settings_of_measuring_measure_again_and_keep_the_file(overrides, 
     explore.main(load_recipe(None, [*overrides, change]))
     assert f"differs in {change.split('.')[1].split('=')[0]}" in capsys.readouterr().out
     new = plan_and_costs(tmp_path)[1]
-    name = "window_retrieval" if "retrieval" in change else "window"
+    name = "windows_retrieval" if "retrieval" in change else "windows"
     assert not torch.equal(old.tensors[name], new.tensors[name])
     (kept,) = (tmp_path / "run" / "plan").glob("plan_costs-*.safetensors")
     assert torch.equal(MeasuredCosts.load(kept).tensors[name], old.tensors[name])
@@ -436,7 +436,7 @@ def test_two_ranks_make_the_plan_of_one(overrides, tmp_path):
             ["model.num_recent_tokens=46"],
             "only 0 positions of a sequence of 48 tokens have distant tokens, with windows of 2 sink and 46",
         ),
-        (["explore.algorithm=greedy"], "cost is 'projected', but algorithm=greedy"),
+        (["explore.algorithm=greedy"], "cost is 'nats', but algorithm=greedy"),
         (
             ["explore.roles=follow", "explore.target_saving=0.6"],
             "0.6, but the allowed roles save 0.000 to 0.320 of the bytes",
@@ -446,7 +446,7 @@ def test_two_ranks_make_the_plan_of_one(overrides, tmp_path):
             "0.99, but the allowed roles save 0.000 to 0.854",
         ),
         (["explore.budget_length=7"], "the windows hold 2 + 5 of them"),
-        (["explore.cost=output"], "cost is 'output': it should be 'projected' or 'similarity'"),
+        (["explore.cost=output"], "cost is 'output': it should be 'nats' or 'similarity'"),
     ],
 )
 def test_bad_settings_are_one_line(explore_refused, overrides, change, words):
@@ -464,7 +464,7 @@ def test_dry_run_names_the_cost(overrides, capsys):
     )
     printed = capsys.readouterr().out
     assert "roles: [window]" in printed
-    assert "projected: one forward pass over 3 x 48 = 144 tokens and 2 x 48 repeated tokens" in printed
+    assert "nats: one forward pass over 3 x 48 = 144 tokens and 2 x 48 repeated tokens" in printed
 
 
 @pytest.mark.slow
@@ -489,7 +489,7 @@ def test_explore_measures_followers_only_where_heads_may_follow(overrides, tmp_p
     explore.main(load_recipe(None, overrides))
     assert measured and "no costs of followers" in capsys.readouterr().out
     everything = plan_and_costs(tmp_path)[1]
-    assert torch.equal(everything.tensors["window"], costs.tensors["window"])
+    assert torch.equal(everything.tensors["windows"], costs.tensors["windows"])
     measured.clear()
     explore.main(load_recipe(None, [*overrides, *windows]))
     assert not measured and "is used again" in capsys.readouterr().out

@@ -12,10 +12,9 @@ from pod.plan.costs import (
     match_query_heads,
     measure_costs,
     measure_query_head_errors,
-    record_attention_inputs,
-    sample_queries,
     total_costs,
 )
+from pod.plan.recording import record_attention_inputs, sample_queries
 
 TOKENS = 41
 HEADS = [(6, 2), (3, 3), (4, 1), (9, 3)]  # query heads, KV heads

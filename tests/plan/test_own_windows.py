@@ -18,7 +18,8 @@ from pod.commands import explore
 from pod.modeling.model.sharing import SharingPlan
 from pod.models import resolve_model
 from pod.plan.choose import in_all_layers
-from pod.plan.costs import cost_shapes, measure_costs, planned_layers, record_attention_inputs
+from pod.plan.costs import cost_shapes, measure_costs
+from pod.plan.recording import planned_layers, record_attention_inputs
 from pod.plan.exploration import Exploration
 from pod.recipe import load_recipe
 
