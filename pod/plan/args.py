@@ -60,12 +60,14 @@ class ExploreArgs:
     """With nats, follow, granularity=head and bits=[16]: reorder the KV heads of each layer so that
     similar heads share. The model computes the same; the plan records the order."""
 
-    retrieval_sequences: NonNegativeInt = 2
-    """With nats: sequences of random tokens, repeated four times, that are measured in addition to
-    the text. They find heads that copy earlier tokens, which text seldom shows. 0 = text only."""
+    retrieval_sequences: NonNegativeInt = 8
+    """With nats: prompts that ask for a number far back in the text, to find heads that retrieve. Text seldom
+    shows what they are for. For followers and 4 bits, two sequences of random tokens, repeated four times,
+    are measured too. 0 = text only."""
 
-    retrieval_weight: NonNegativeFloat = 1.0
-    """With nats: weight of the cost on repeated tokens, relative to the cost on text."""
+    retrieval_weight: NonNegativeFloat = 0.03
+    """With nats: weight of the cost of retrieval, relative to the cost on text. 0.03 = as if 3 of 100 tokens
+    had to be retrieved."""
 
     loss_sequences: NonNegativeInt = 4
     """With nats: number of sequences on which the loss of the model is measured, with and without the

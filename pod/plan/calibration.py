@@ -50,8 +50,6 @@ FIRST_TOKENS = 4
 """First tokens of a text whose attention the constants replace at the start of the calibration."""
 NUM_QUERIES = 64
 """Queries with distant tokens that `calibrate_sinks` samples from each text, unless it is told otherwise."""
-CALIBRATION_SEQUENCES = 8
-"""Most sequences of text on which `pod explore` calibrates."""
 NUM_FIRST = 32
 """Most tokens of each sequence that stand for first tokens (`first_tokens`)."""
 STEPS = 60

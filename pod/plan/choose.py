@@ -226,7 +226,8 @@ def _solve(
             found = align(follow, window, units)
             frontier, kv_order = solve(found.follow, found.window), found.kv_order
     together = in_order(total["windows"], kv_order) if "window" in roles else None
-    return Plans(frontier, together, lead4), frontier.cheapest(units), kv_order
+    plans = Plans(frontier, together, lead4)
+    return plans, plans.cheapest(units), kv_order
 
 
 def head_order(plan: SharingPlan, kv_order: HeadOrder, order: Tensor) -> HeadOrder:
@@ -336,11 +337,11 @@ def _under(model: PodForCausalLM, plan: SharingPlan) -> PodForCausalLM:
 
 
 def mean_loss(model: PodForCausalLM) -> Callable[[Tensor], Tensor]:
-    """A function for `measure_mean`: it maps tokens ``[1, n]`` to their mean loss, in nats per token."""
+    """A function for `measure_mean`: it maps tokens ``[n]`` to their mean loss, in nats per token."""
 
     @torch.no_grad()
-    def measure(input_ids: Tensor) -> Tensor:
-        tokens = input_ids.to(model.device)
+    def measure(ids: Tensor) -> Tensor:
+        tokens = ids[None].to(model.device)
         return torch.tensor(_summed_loss(model, tokens) / (tokens.shape[1] - 1), dtype=torch.float64)
 
     return measure

@@ -1,9 +1,9 @@
 """What each role of a (layer, KV head) pair would cost, in nats per token.
 
 A role changes what the pair's query heads put out by ``e = o' - o``: ``o'`` under the role, ``o`` in the
-dense model. With the gradients ``g`` of the loss for ``o`` (``gradients.py``), ``(g · e)² / 2`` is by how many
-nats the prediction of the text's tokens moves away from that of the dense model, in second order of ``e``.
-The cost is the sum of this over a text's positions, per token.
+dense model. With the gradients ``g`` of the loss for ``o`` (``gradients.py``), ``(g · e)² / 2`` is by how
+many nats the prediction of the text's tokens moves away from that of the dense model, in second order of
+``e``. The cost is the sum of this over a text's positions, per token.
 
 * ``windows`` ``[L, H, L, H]``: softmax over proximal tokens alone, or over these and a constant sink
   (``calibration.py``). Heads are not added up one by one: what two heads change may add up, or cancel. Let
@@ -20,8 +20,9 @@ The cost is the sum of this over a text's positions, per token.
 
 All but ``windows`` are measured at sampled queries that have distant tokens, and are taken to add up.
 
-Costs are measured on text, and on random tokens that are repeated, where copying is all there is to do. Both
-are in nats, so their sum needs a weight and no scale.
+Costs are measured on text, and where retrieval is all there is to do: those of windows on prompts that ask
+for a number far back (``needles.py``, `measure_retrieval`), the others on random tokens that are repeated.
+All are in nats, so their sum needs a weight and no scale.
 
 L counts the layers that were trained to see every token. Other layers keep their windows under every plan.
 Beside the model, measuring holds the residual stream before every layer, and, where heads may follow, the
@@ -36,18 +37,21 @@ import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from pod.modeling.model.attend import CAUSAL, Tokens, Visibility, attend
+from pod.modeling.model.attend import CAUSAL, Visibility
 from pod.modeling.model.llama import PodForCausalLM
 from pod.modeling.model.packed import Packing
 from pod.modeling.model.sharing import GROUP_SIZE, RESIDUAL
 from pod.modeling.model.sinks import Sink
 from pod.plan.checks import check_array, check_costs, check_groups
-from pod.plan.gradients import loss_gradients
+from pod.plan.gradients import gradient_of_divergence, gradient_of_draws, output_gradients
+from pod.plan.needles import Prompt
 from pod.plan.recording import (
     AttentionInputs,
+    Mixture,
     QuerySample,
     ReadText,
     logits_of,
+    near_output,
     planned_layers,
     read_text,
     sample_queries,
@@ -56,6 +60,8 @@ from pod.plan.solve import Floats
 
 RETRIEVAL = "_retrieval"  # ends the name of a cost that was measured on repeated random tokens
 MAX_COST = 1000.0  # larger costs are cut down to it
+SHARE = 0.3
+"""How far from the dense model, on the way to windows in all heads, retrieval is measured."""
 NOT_FINITE = "the model gives NaN or infinite values on this text: try model.dtype=float32"
 
 
@@ -176,6 +182,40 @@ def window_costs(changes: Tensor) -> Tensor:
 
 
 @torch.no_grad()
+def measure_retrieval(model: PodForCausalLM, prompt: Prompt, sinks: Sequence[Sink] | None = None) -> Tensor:
+    """What windows cost on one prompt, in nats per token of its answers.
+
+    Near the dense model the answers hardly change, and where every head has a window nothing is left of them.
+    So the divergence from the dense model is differentiated in between: at ``o + a · (o' - o)`` in every
+    head, with a = `SHARE`. Its derivative for one head's a, divided by ``2 a``, is the head's share of the
+    divergence at a = 1, if the divergence is quadratic (Aumann and Shapley, 1974).
+
+    Args:
+        sinks: constants that join each layer's windows; None = windows have none.
+
+    Returns:
+        ``[L, H]``, fp64 on the CPU. It may be negative: then a window helps.
+    """
+    config = model.config
+    layers = planned_layers(config)
+    window = Visibility(config.num_sink_tokens, config.num_recent_tokens)
+    input_ids = prompt.input_ids[None].to(model.device)
+    dense = read_text(model, input_ids).streams[-1]
+    text = read_text(model, input_ids, Mixture(SHARE, window, sinks))
+    gradient = gradient_of_divergence(model, text.streams[-1], dense, prompt.answers)
+    found = torch.zeros(len(layers), config.num_key_value_heads, dtype=torch.float64)
+    for layer, of_heads in output_gradients(model, text, gradient):
+        number = layers.index(layer)
+        sink = None if sinks is None else sinks[number]
+        errors = window_errors(text.inputs_of(model, layer), window, sink)
+        of_heads = of_heads.unflatten(0, (config.num_key_value_heads, -1))
+        found[number] = (errors * of_heads).double().sum((1, 2, 3)).cpu() / (2 * SHARE)
+    if not bool(found.isfinite().all()):
+        raise ValueError(NOT_FINITE)
+    return found.clamp_(-MAX_COST, MAX_COST)
+
+
+@torch.no_grad()
 def measure_query_head_errors(model: PodForCausalLM, input_ids: Tensor, num_queries: int) -> Tensor:
     """What it costs one query head to take the distant logits of a query head of a lower layer.
 
@@ -265,7 +305,7 @@ class _Reading(NamedTuple):
         layers = planned_layers(config)
         gradients: dict[int, Tensor] = {}
         changes: dict[int, Tensor] = {}
-        for layer, gradient in loss_gradients(model, text):
+        for layer, gradient in output_gradients(model, text, gradient_of_draws(model, text.streams[-1])):
             gradient = gradient.unflatten(0, (config.num_key_value_heads, -1))  # [H, G, n, d]
             sink = None if sinks is None else sinks[layers.index(layer)]
             errors = window_errors(text.inputs_of(model, layer), Visibility(*windows), sink)
@@ -289,13 +329,9 @@ class _Reading(NamedTuple):
 
 def window_errors(inputs: AttentionInputs, window: Visibility, sink: Sink | None = None) -> Tensor:
     """By how much windows change what the heads of a layer put out, ``[H, G, n, d]``, at least fp32."""
-    wide = torch.promote_types(inputs.q.dtype, torch.float32)
-    q, k, v = (x[None].to(wide) for x in (inputs.q, inputs.k, inputs.v))
-    if sink is not None:
-        sink = Sink(*(x.to(q) for x in sink))
-    all_tokens, _ = attend(q, Tokens(k, v), visibility=CAUSAL)
-    near, _ = attend(q, Tokens(k, v), visibility=window, sink=sink)
-    return (near - all_tokens)[0].unflatten(0, (k.shape[1], -1))
+    batch = AttentionInputs(*(x[None] for x in inputs))
+    change = near_output(batch, window, sink) - near_output(batch, CAUSAL)
+    return change[0].unflatten(0, (inputs.k.shape[0], -1))
 
 
 def mean_nats(changes: Tensor) -> Tensor:

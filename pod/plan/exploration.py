@@ -28,6 +28,8 @@ from pod.tokenizer import load_tokenizer
 from pod.training.run.longer_context import extend
 from pod.training.run.mesh import planned_world_size
 
+REPEATED_SEQUENCES = 2  # most sequences of repeated tokens
+CALIBRATION_SEQUENCES = 8  # most sequences of text on which constant sinks are calibrated
 MATCHING_SEQUENCES = 2  # of text, beside all repeated ones, on which query heads are matched
 C = TypeVar("C", bound=Curve)
 POSITIONS = ("rope", "max_position_embeddings")
@@ -220,9 +222,9 @@ def at_granularity(explore: ExploreArgs, total: dict[str, Floats]) -> dict[str, 
         total: costs by name, in the shapes of `cost_shapes`.
 
     Returns:
-        For granularity `head` the costs as they are. For `layer` their sums over the KV heads, with H = 1. The
-        cost ``follow`` is left out there: a whole layer follows a whole layer, and each of its heads the head
-        of the same index, whose cost is ``in_place``.
+        For granularity `head` the costs as they are. For `layer` their sums over the KV heads, with H = 1.
+        The cost ``follow`` is left out there: a whole layer follows a whole layer, and each of its heads the
+        head of the same index, whose cost is ``in_place``.
     """
     if explore.granularity == "head":
         return total
@@ -320,17 +322,21 @@ def describe_cost(config: Any, explore: ExploreArgs, sinks: str = "tokens") -> s
         return f"retrieval heads: one forward pass over {explore.head_repeats} x {num_tokens} = {n} tokens"
     layers, heads = len(planned_layers(config)), config.num_attention_heads
     n, q, count = explore.sequence_length, explore.num_queries, explore.num_sequences
-    what = f"{explore.cost}: one forward pass over {count} x {n} = {count * n} tokens"
+    passes = (
+        "one forward pass" if explore.cost == "similarity" else "two forward passes and one backward pass"
+    )
+    what = f"{explore.cost}: {passes} over {count} x {n} = {count * n} tokens"
     if explore.cost == "nats":
-        repeated = explore.retrieval_sequences
-        matching = repeated + min(count, MATCHING_SEQUENCES)
         losses = min(count, explore.loss_sequences)
-        what += f" and {repeated} x {n} repeated tokens"
+        if explore.retrieval_sequences and "window" in (explore.roles or []):
+            what += f" and {explore.retrieval_sequences} prompts"
         if "follow" in (explore.roles or []):
-            what += f", one pass over {matching} sequences to match heads"
-        what += f", two over {losses} for the loss"
+            repeated = min(REPEATED_SEQUENCES, explore.retrieval_sequences)
+            matching = repeated + min(count, MATCHING_SEQUENCES)
+            what += f", {repeated} x {n} repeated tokens, the same over {matching} sequences to match heads"
+        what += f", one forward pass over {losses} with and without the plan for the loss"
         if sinks == "constant":
-            what += f", one more over {count} and {repeated} sequences for windows with constant sinks"
+            what += f", one over {min(count, CALIBRATION_SEQUENCES)} for windows with constant sinks"
     if explore.roles == ["window"]:
         layers = 1  # rows are kept for layers above that may follow
     size = 4e-6 * layers * heads * q * n

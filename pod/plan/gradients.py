@@ -20,34 +20,34 @@ from torch import Tensor, nn
 
 from pod.modeling.model.llama import PodForCausalLM
 from pod.modeling.token_scores import rows_in, wide_logits
-from pod.plan.recording import ReadText, planned_layers
+from pod.plan.recording import ReadText, planned_layers, through
 
 LOGIT_BYTES = 1 << 28  # most bytes of logits in memory at a time
 
 
-def loss_gradients(
-    model: PodForCausalLM, text: ReadText, counted: Tensor | None = None
-) -> Iterator[tuple[int, Tensor]]:
-    """Yield the gradient of the loss for the output of all heads of every planned layer, last layer first.
+def output_gradients(model: PodForCausalLM, text: ReadText, gradient: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """Yield the gradient for the output of all heads of every planned layer, the last layer first.
 
     The text is read again, one layer after the other, so that the memory of one layer is needed at a time.
 
     Args:
         model: dense.
         text: from `read_text`.
-        counted: bool ``[n]``, the positions whose next token counts in the loss; None = all of them.
+        gradient: ``[1, n, hidden]``, of what is differentiated, for the last of the text's streams.
 
     Yields:
         The index of a layer, and ``[Hq, n, d]``, at least fp32, on the device of the tokens.
     """
     planned = set(planned_layers(model.config))
-    gradient = _gradient_of_last(model, text.streams[-1], counted)
-    nothing = (None,) * (2 * model.config.num_key_value_heads)
     for number in reversed(range(len(model.model.layers))):
         layer: Any = model.model.layers[number]
         stream = text.streams[number].detach().requires_grad_()
-        with torch.enable_grad(), _inputs_of(layer.self_attn.o_proj) as outputs:
-            after = layer(stream, text.context, *nothing)[0]
+        with (
+            torch.enable_grad(),
+            text.mixing(model, number, stream),
+            _inputs_of(layer.self_attn.o_proj) as outputs,
+        ):
+            after = through(layer, stream, text.context)
         gradient, of_heads = torch.autograd.grad(after, (stream, outputs[0]), gradient.to(after.device))
         if number in planned:
             of_heads = of_heads[0].unflatten(-1, (-1, model.config.head_dim)).transpose(0, 1)
@@ -65,11 +65,13 @@ def _inputs_of(module: nn.Module) -> Iterator[list[Tensor]]:
         hook.remove()
 
 
-def _gradient_of_last(model: PodForCausalLM, stream: Tensor, counted: Tensor | None) -> Tensor:
-    """The gradient of the summed loss for the residual stream ``[1, n, hidden]`` behind the last layer."""
-    stream = stream.detach().requires_grad_()
-    with torch.enable_grad():
-        hidden = model.model.after_layers(stream)
+def gradient_of_draws(model: PodForCausalLM, stream: Tensor) -> Tensor:
+    """The gradient of the summed loss of tokens that are drawn from the model, ``[1, n, hidden]``.
+
+    Args:
+        stream: ``[1, n, hidden]``, the residual stream behind the last layer.
+    """
+    stream, hidden = _last_hidden(model, stream)
     weight = model.lm_head.weight  # whose device need not be that of the tokens
     states = hidden.detach()[0].to(weight.device)
     size = rows_in(LOGIT_BYTES, len(weight))
@@ -77,15 +79,40 @@ def _gradient_of_last(model: PodForCausalLM, stream: Tensor, counted: Tensor | N
     chances = torch.rand(len(states), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     parts = []
     for rows, chance in zip(states.split(size), chances.split(size), strict=True):
-        probabilities = wide_logits(rows, weight).softmax(-1)
-        labels = drawn(probabilities, chance.to(probabilities))
-        change = probabilities
+        change = wide_logits(rows, weight).softmax(-1)
+        labels = drawn(change, chance.to(change))
         change[torch.arange(len(labels), device=labels.device), labels] -= 1
         parts.append(change.to(weight.dtype) @ weight)
-    gradient = torch.cat(parts)
-    if counted is not None:
-        gradient = gradient * counted.to(gradient.device)[:, None]
-    return torch.autograd.grad(hidden, stream, gradient[None].to(hidden))[0]
+    return torch.autograd.grad(hidden, stream, torch.cat(parts)[None].to(hidden))[0]
+
+
+def gradient_of_divergence(model: PodForCausalLM, stream: Tensor, dense: Tensor, at: Tensor) -> Tensor:
+    """The gradient of the mean divergence ``KL(dense ‖ model)`` over some positions, ``[1, n, hidden]``.
+
+    Args:
+        stream: ``[1, n, hidden]``, the residual stream behind the last layer.
+        dense: the same of the dense model.
+        at: ``[a]``, the positions whose next token counts.
+    """
+    stream, hidden = _last_hidden(model, stream)
+    weight = model.lm_head.weight
+    with torch.no_grad():
+        expected = model.model.after_layers(dense)
+        own, wanted = (
+            wide_logits(states[0, at.to(states.device)].to(weight.device), weight).softmax(-1)
+            for states in (hidden, expected)
+        )
+        of_states = ((own - wanted) / len(at)).to(weight.dtype) @ weight
+        gradient = torch.zeros_like(hidden)
+        gradient[0, at.to(hidden.device)] = of_states.to(hidden)
+    return torch.autograd.grad(hidden, stream, gradient)[0]
+
+
+def _last_hidden(model: PodForCausalLM, stream: Tensor) -> tuple[Tensor, Tensor]:
+    """A leaf with the residual stream behind the last layer, and the hidden states that it leads to."""
+    leaf = stream.detach().requires_grad_()
+    with torch.enable_grad():
+        return leaf, model.model.after_layers(leaf)
 
 
 def drawn(probabilities: Tensor, chances: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ import shutil
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,7 @@ from pod.files import atomic_write_bytes, keep_old
 from pod.identity import content_of
 from pod.modeling.model.llama import PodForCausalLM
 from pod.modeling.retrieval_heads import RetrievalHeads
-from pod.plan.calibration import CALIBRATION_SEQUENCES, find_sinks
+from pod.plan.calibration import find_sinks
 from pod.plan.checks import check_array, check_groups
 from pod.plan.costs import (
     FOLLOWER_COSTS,
@@ -41,8 +41,15 @@ from pod.plan.costs import (
     match_query_heads,
     measure_costs,
     measure_query_head_errors,
+    measure_retrieval,
 )
-from pod.plan.exploration import MATCHING_SEQUENCES, Exploration
+from pod.plan.exploration import (
+    CALIBRATION_SEQUENCES,
+    MATCHING_SEQUENCES,
+    REPEATED_SEQUENCES,
+    Exploration,
+)
+from pod.plan.needles import Prompt, needle_prompts
 from pod.plan.recording import planned_layers, record_attention_inputs, record_attention_rows
 from pod.plan.similarity import jensen_shannon_similarity
 from pod.training.checkpoint.run_identity import sha256_of
@@ -51,8 +58,9 @@ from pod.verbosity import is_quiet
 
 COSTS_NAME, HEADS_NAME = "plan_costs.safetensors", "retrieval_heads.json"
 SCHEMA_VERSION = "3"  # of files of measurements; other versions are refused
-REPEATS = 4  # copies of the random tokens of a retrieval sequence
+REPEATS = 4  # copies of the random tokens of a repeated sequence
 UNIT = 2.0**-40  # of the integer sums; int64 holds sums below 2^23
+S = TypeVar("S")
 Say = Callable[[str], None]
 """A function that receives a line for the user, such as `print`."""
 
@@ -227,8 +235,8 @@ def _find(
         provenance |= {"layers": planned_layers(model.config), "num_layers": model.config.num_hidden_layers}
     partial = path.with_suffix(f".partial-{sha256_of([provenance, *needed])[:8]}")
 
-    def mean(part: str, measure_one: Any, shape: Sequence[int], texts: Sequence[Tensor]) -> Tensor:
-        return measure_mean(lambda ids: measure_one(ids.to(model.device)), shape, texts, partial / part)
+    def mean(part: str, measure_one: Any, shape: Sequence[int], texts: Sequence[Any]) -> Tensor:
+        return measure_mean(measure_one, shape, texts, partial / part)
 
     found = MeasuredCosts(measure(exploration, model, sequences, mean), provenance)
     if not dist.is_initialized() or dist.get_rank() == 0:
@@ -239,17 +247,17 @@ def _find(
 
 
 def measure_mean(
-    measure: Callable[[Tensor], Tensor], shape: Sequence[int], sequences: Sequence[Tensor], folder: Path
+    measure: Callable[[S], Tensor], shape: Sequence[int], sequences: Sequence[S], folder: Path
 ) -> Tensor:
     """The mean of what `measure` gives for each sequence, in fp64.
 
     The ranks divide the sequences. The bits are the same for any number of ranks and of interruptions.
 
     Args:
-        measure: a function input_ids ``[1, n]`` → ``[*shape]``. The sum of its values over all sequences
-            must stay below 2^23.
+        measure: a function sequence → ``[*shape]``. The sum of its values over all sequences must stay below
+            2^23.
         shape: of what `measure` gives.
-        sequences: N tensors ``[n]`` of token ids, the same list on every rank.
+        sequences: N tensors ``[n]`` of token ids, or prompts; the same list on every rank.
         folder: receives a file per sequence, so that an interrupted measurement can be continued. It is for
             these sequences alone, and all ranks see it. Its name says what is measured. The caller deletes
             it.
@@ -271,7 +279,7 @@ def measure_mean(
         total=len(files), desc=f"explore, {folder.name}", unit="seq", disable=rank > 0 or is_quiet()
     ) as bar:
         for count, index in enumerate(remaining[rank::world], start=1):
-            units = (measure(sequences[index].reshape(1, -1)) / UNIT).round().to(torch.int64)
+            units = (measure(sequences[index]) / UNIT).round().to(torch.int64)
             MeasuredCosts({"units": units}, {}).save(files[index])
             total += units
             bar.update(min(len(done) + count * world, len(files)) - bar.n)
@@ -285,7 +293,8 @@ def _measure_similarity(
 ) -> dict[str, Tensor]:
     """Measure the attention similarity of all pairs of layers on all sequences."""
 
-    def measure(input_ids: Tensor) -> Tensor:
+    def measure(ids: Tensor) -> Tensor:
+        input_ids = ids[None].to(model.device)
         rows = record_attention_rows(model, input_ids, exploration.explore.num_queries)
         return jensen_shannon_similarity(torch.stack(list(rows)))
 
@@ -302,7 +311,10 @@ def _measure_costs(
     """
     queries, config = exploration.explore.num_queries, model.config
     layers, heads = len(planned_layers(config)), config.num_attention_heads
-    repeated = repeated_sequences(exploration, config)
+    repeated = []
+    if _may_follow(exploration) or 4 in exploration.explore.bits:
+        repeated = repeated_sequences(exploration, config)
+    prompts = needle_prompts_of(exploration, config, sequences)
     followers = _may_follow(exploration)
     shapes = cost_shapes(layers, config.num_key_value_heads, followers)
     tensors: dict[str, Tensor] = {}
@@ -310,7 +322,11 @@ def _measure_costs(
     if followers:
         few = [*sequences[:MATCHING_SEQUENCES], *repeated]
         shape = layers, layers, heads, heads
-        errors = mean("query heads", lambda ids: measure_query_head_errors(model, ids, queries), shape, few)
+
+        def errors_of(ids: Tensor) -> Tensor:
+            return measure_query_head_errors(model, ids[None].to(model.device), queries)
+
+        errors = mean("query heads", errors_of, shape, few)
         order = tensors["order"] = match_query_heads(errors, config.num_key_value_heads)
     if exploration.sinks == "constant":
         some = sequences[:CALIBRATION_SEQUENCES]
@@ -319,8 +335,8 @@ def _measure_costs(
         tensors["sink_values"] = torch.stack([sink.values for sink in sinks])
     sizes = [math.prod(shape) for shape in shapes.values()]
 
-    def flat(input_ids: Tensor) -> Tensor:
-        found = measure_costs(model, input_ids, queries, order, sinks)
+    def flat(ids: Tensor) -> Tensor:
+        found = measure_costs(model, ids[None].to(model.device), queries, order, sinks)
         return torch.cat([found[name].flatten() for name in shapes])
 
     for name, ending, texts in (("text", "", sequences), ("repeated", RETRIEVAL, repeated)):
@@ -329,17 +345,39 @@ def _measure_costs(
         parts = mean(name, flat, (sum(sizes),), texts).split(sizes)
         for (role, shape), part in zip(shapes.items(), parts, strict=True):
             tensors[role + ending] = part.view(shape)
+    if prompts:
+        pairs = layers, config.num_key_value_heads
+        alone = mean("retrieval", lambda one: measure_retrieval(model, one, sinks), pairs, prompts)
+        tensors["windows" + RETRIEVAL] = alone.flatten().diag().view(shapes["windows"])
     return tensors
 
 
+def needle_prompts_of(exploration: Exploration, config: Any, sequences: Sequence[Tensor]) -> list[Prompt]:
+    """The prompts on which retrieval is measured; none where the settings want none."""
+    explore = exploration.explore
+    if not explore.retrieval_sequences or "window" not in (explore.roles or []):
+        return []
+    return needle_prompts(
+        exploration.load_tokenizer(),
+        sequences,
+        count=explore.retrieval_sequences,
+        distance=sum(exploration.windows.values()),
+        longest=config.max_position_embeddings,
+        seed=exploration.settings["seed"],
+    )
+
+
 def repeated_sequences(exploration: Exploration, config: Any) -> list[Tensor]:
-    """Sequences of random ordinary tokens, each repeated REPEATS times; none where the settings want none."""
+    """At most `REPEATED_SEQUENCES` sequences of random ordinary tokens, each repeated `REPEATS` times.
+
+    There are none where the settings want none.
+    """
     explore, first = exploration.explore, exploration.settings["seed"]
     if not explore.retrieval_sequences:
         return []  # without loading the tokenizer
     tokenizer = exploration.load_tokenizer()
     num_tokens = explore.sequence_length // REPEATS
-    seeds = range(first, first + explore.retrieval_sequences)
+    seeds = range(first, first + min(REPEATED_SEQUENCES, explore.retrieval_sequences))
     return [ordinary_tokens(tokenizer, config, num_tokens, REPEATS, seed) for seed in seeds]
 
 

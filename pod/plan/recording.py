@@ -1,15 +1,18 @@
 """What a dense model's attention reads from a text, layer by layer, and which queries stand for a text."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from pod.kernels.statistics import attention_rows
+from pod.modeling.model.attend import Tokens, Visibility, attend
 from pod.modeling.model.config import PodConfig
 from pod.modeling.model.decoder_layer import ForwardContext
 from pod.modeling.model.llama import PodForCausalLM
+from pod.modeling.model.sinks import Sink
 
 
 class AttentionInputs(NamedTuple):
@@ -63,7 +66,21 @@ def record_batch(model: PodForCausalLM, input_ids: Tensor) -> Iterator[Attention
     for number, layer in enumerate(model.model.layers):
         if number in planned:
             yield _inputs_of(layer, hidden_states, context, input_ids.device)
-        hidden_states = _through(layer, hidden_states, context)
+        hidden_states = through(layer, hidden_states, context)
+
+
+class Mixture(NamedTuple):
+    """Attention on the way from all tokens to windows: ``o + share · (o' - o)`` in every head.
+
+    Attributes:
+        share: 0 = all tokens, 1 = windows.
+        window: what windows see.
+        sinks: constants that join each planned layer's windows; None = windows have none.
+    """
+
+    share: float
+    window: Visibility
+    sinks: Sequence[Sink] | None = None
 
 
 class ReadText(NamedTuple):
@@ -73,11 +90,13 @@ class ReadText(NamedTuple):
         streams: ``[1, n, hidden]`` each, the residual stream before each layer and behind the last one.
         context: the context of the pass.
         device: of the tokens.
+        mixture: how planned layers attended; None = to all tokens.
     """
 
     streams: list[Tensor]
     context: ForwardContext
     device: torch.device
+    mixture: Mixture | None = None
 
     @torch.no_grad()
     def inputs_of(self, model: PodForCausalLM, layer: int) -> AttentionInputs:
@@ -85,20 +104,61 @@ class ReadText(NamedTuple):
         found = _inputs_of(model.model.layers[layer], self.streams[layer], self.context, self.device)
         return AttentionInputs(*(one[0] for one in found))
 
+    @contextmanager
+    def mixing(self, model: PodForCausalLM, layer: int, stream: Tensor) -> Iterator[None]:
+        """Let a layer attend as the mixture says, while it computes ``stream`` ``[1, n, hidden]``."""
+        layers = planned_layers(model.config)
+        if self.mixture is None or layer not in layers:
+            yield
+            return
+        share, window, sinks = self.mixture
+        own: Any = model.model.layers[layer]
+        sink = None if sinks is None else sinks[layers.index(layer)]
+
+        def mix(_: Any, given: tuple[Tensor, ...]) -> tuple[Tensor]:
+            out = given[0]
+            inputs = _inputs_of(own, stream, self.context, out.device)
+            near = near_output(inputs, window, sink).transpose(1, 2).reshape(out.shape)
+            return (out + share * (near.to(out.dtype) - out),)
+
+        hook = own.self_attn.o_proj.register_forward_pre_hook(mix)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+
+def near_output(inputs: AttentionInputs, window: Visibility, sink: Sink | None = None) -> Tensor:
+    """What the heads of a layer put out when they see a window, ``[B, Hq, n, d]``, at least fp32.
+
+    Args:
+        inputs: with the batch as first dimension.
+        sink: joins the window.
+    """
+    wide = torch.promote_types(inputs.q.dtype, torch.float32)
+    q, k, v = (x.to(wide) for x in (inputs.q, inputs.k, inputs.v))
+    if sink is not None:
+        sink = Sink(*(x.to(q) for x in sink))
+    return attend(q, Tokens(k, v), visibility=window, sink=sink)[0]
+
 
 @torch.no_grad()
-def read_text(model: PodForCausalLM, input_ids: Tensor) -> ReadText:
+def read_text(model: PodForCausalLM, input_ids: Tensor, mixture: Mixture | None = None) -> ReadText:
     """Read one sequence ``[1, n]`` with a dense model. Holds ``2 or 4 · (L + 1) · n · hidden`` bytes.
+
+    Args:
+        mixture: how planned layers attend; None = to all tokens.
 
     Raises:
         ValueError: a model with a sharing plan or a window layout, or a batch of several sequences.
     """
     _check_one(input_ids)
     hidden_states, context = _start(model, input_ids)
-    streams = [hidden_states]
-    for layer in model.model.layers:
-        streams.append(_through(layer, streams[-1], context))
-    return ReadText(streams, context, input_ids.device)
+    text = ReadText([hidden_states], context, input_ids.device, mixture)
+    for number, layer in enumerate(model.model.layers):
+        with text.mixing(model, number, text.streams[-1]):
+            text.streams.append(through(layer, text.streams[-1], context))
+    return text
 
 
 def _check_one(input_ids: Tensor) -> None:
@@ -133,7 +193,7 @@ def _inputs_of(layer: Any, hidden_states: Tensor, context: ForwardContext, devic
     return AttentionInputs(own.to(device), rope(q.to(device)), rope(k.to(device)), v.to(device))
 
 
-def _through(layer: Any, hidden_states: Tensor, context: ForwardContext) -> Tensor:
+def through(layer: Any, hidden_states: Tensor, context: ForwardContext) -> Tensor:
     """The residual stream behind a layer in which every head leads, and nobody follows."""
     nothing = (None,) * len(context.lead[0]) * 2
     return layer(hidden_states, context, *nothing)[0]

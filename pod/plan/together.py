@@ -29,6 +29,10 @@ ENOUGH = 1e-12
 """The least gain, relative to the cost, for which windows are exchanged."""
 
 
+BEYOND = 2
+"""By how many pairs a plan may save more than it must, if it costs less then."""
+
+
 @dataclass(frozen=True)
 class Plans:
     """The plans of a curve, with their windows chosen together.
@@ -56,6 +60,15 @@ class Plans:
             self._found[units] = plan, cost
         return self._found[units]
 
+    def cheapest(self, units: int) -> int:
+        """The number of saved units whose plan costs least: from ``units`` to `BEYOND` pairs more."""
+        if self.windows is None:
+            return self.curve.cheapest(units)
+        last = min(units + BEYOND * self.curve.pair_units, len(self.curve.costs) - 1)
+        step = max(1, self.curve.pair_units // 2)
+        near = {self.curve.cheapest(one) for one in range(units, last + 1, step)}
+        return min(sorted(near), key=lambda one: self.at(one)[1])
+
     def cost_of(self, units: int, pair_units: int) -> float | None:
         """The cost of the plan that saves ``units`` of another curve or more; None where no plan does.
 
@@ -66,7 +79,7 @@ class Plans:
         first = -(-units * self.curve.pair_units // pair_units)  # in this curve's units, rounded up
         if not np.isfinite(self.curve.costs[first:]).any():
             return None
-        return self.at(self.curve.cheapest(first))[1]
+        return self.at(self.cheapest(first))[1]
 
 
 def rechosen(

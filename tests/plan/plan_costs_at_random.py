@@ -25,5 +25,7 @@ def random_costs(layers=5, heads=3, groups=2, seed=0):
 
 
 def explore_args(**changes):
+    """Settings in which retrieval weighs as much as text, unless they say otherwise."""
+    changes = {"retrieval_weight": 1.0} | changes
     recipe = load_recipe(None, [f"explore.{name}={value}" for name, value in changes.items()])
     return recipe.explore

@@ -10,6 +10,7 @@ from pod.modeling.model.sharing import SharingPlan
 from pod.plan.choose import choose
 from pod.plan.costs import total_costs
 from pod.plan.engines import EngineCache, LayerGroups, layer_groups, window_counts
+from pod.plan.exploration import window_alone
 from pod.plan.plan_report import summary
 from pod.recipe import load_recipe
 from pod.units import GIB

@@ -9,6 +9,7 @@ from pod.commands import explore
 from pod.modeling.model.sharing import SharingPlan
 from pod.plan.choose import choose, of_all_heads
 from pod.plan.costs import total_costs
+from pod.plan.exploration import window_alone
 from pod.plan.plan_report import pareto
 from pod.recipe import load_recipe
 
