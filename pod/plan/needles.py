@@ -49,8 +49,8 @@ def needle_prompts(
     """Make ``count`` prompts, by turns of text and of a passage that is repeated.
 
     Args:
-        texts: token ids ``[n]`` each. A prompt has as many tokens of text as the one that it is made of, and
-            its facts, questions and answers.
+        texts: token ids ``[n]`` each. A prompt has ``(n + distance) / 2`` tokens of one of them, and facts,
+            questions and answers.
         distance: tokens that stand at least between a fact and the end of the text.
         longest: tokens that the model can read; longer texts are cut.
 
@@ -64,7 +64,7 @@ def needle_prompts(
         fact = FACTS[number // 2 % len(FACTS)]
         words = chance.sample(WORDS, 1 if number % 2 else FACTS_IN_TEXT)
         facts = [_Fact.of(tokenizer, *fact, word, chance) for word in words]
-        length = min(len(text), longest - sum(one.size for one in facts))
+        length = min((len(text) + distance) // 2, longest - sum(one.size for one in facts))
         if length <= distance:
             raise ValueError(
                 f"the model reads {longest} tokens, which leaves {max(0, length)} beside questions and "

@@ -336,7 +336,7 @@ def test_other_settings_of_measuring_measure_again_and_keep_the_file(overrides, 
     explore.main(load_recipe(None, [*overrides, change]))
     assert f"differs in {change.split('.')[1].split('=')[0]}" in capsys.readouterr().out
     new = plan_and_costs(tmp_path)[1]
-    name = "windows_retrieval" if "retrieval" in change else "windows"
+    name = "windows_retrieval" if "retrieval" in change else "follow" if "queries" in change else "windows"
     assert not torch.equal(old.tensors[name], new.tensors[name])
     (kept,) = (tmp_path / "run" / "plan").glob("plan_costs-*.safetensors")
     assert torch.equal(MeasuredCosts.load(kept).tensors[name], old.tensors[name])

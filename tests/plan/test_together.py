@@ -37,32 +37,29 @@ def plan_of(chosen, layers, heads, **changes):
     return SharingPlan(lead=lead, **changes)
 
 
-@pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("count", [1, 4, 7, 10, 12])
-def test_no_other_choice_of_as_many_windows_costs_less(seed, count):
-    layers, heads = 4, 3
-    windows = costs_of_windows(layers, heads, seed)
-    start = plan_of(set(range(count)), layers, heads)
-    alone = sum(windows[divmod(one, heads) * 2] for one in range(count))
-    found, least = rechosen(start, float(alone), windows)
-    assert found.num_windows == count
-    assert least == pytest.approx(cost(windows, found), abs=1e-12)
+def best_of(windows, count, layers=4, heads=3):
+    """The least cost of all choices of ``count`` windows."""
     choices = itertools.combinations(range(layers * heads), count)
-    best = min(cost(windows, plan_of(set(chosen), layers, heads)) for chosen in choices)
-    assert least <= best * 1.05 + 1e-12  # exchanges of one head may stop a little above it
+    return min(cost(windows, plan_of(chosen, layers, heads)) for chosen in choices)
 
 
-def test_exchanges_mostly_find_the_best_choice():
+@pytest.mark.parametrize("count", [1, 4, 7, 10, 12])
+def test_as_many_windows_are_chosen_and_no_exchange_makes_them_cheaper(count):
     exact = 0
-    for seed in range(20):
+    for seed in range(12):
         windows = costs_of_windows(4, 3, seed)
-        start = plan_of(set(range(6)), 4, 3)
-        least = rechosen(start, 0.0, windows)[0]
-        best = min(
-            cost(windows, plan_of(set(chosen), 4, 3)) for chosen in itertools.combinations(range(12), 6)
-        )
-        exact += cost(windows, least) == pytest.approx(best, abs=1e-12)
-    assert exact >= 15
+        start = plan_of(range(count), 4, 3)
+        alone = sum(windows[divmod(one, 3) * 2] for one in range(count))
+        found, least = rechosen(start, float(alone), windows)
+        assert found.num_windows == count
+        assert least == pytest.approx(cost(windows, found), abs=1e-12)
+        kept = {
+            3 * layer + head for layer, row in enumerate(found.lead) for head in range(3) if row[head] is None
+        }
+        for leaves, comes in itertools.product(kept, set(range(12)) - kept):
+            assert cost(windows, plan_of(kept - {leaves} | {comes}, 4, 3)) >= least - 1e-12
+        exact += least == pytest.approx(best_of(windows, count), abs=1e-12)
+    assert exact >= 8, "mostly it is the best of all choices"
 
 
 def test_followers_their_leads_and_bits_keep_their_roles():
