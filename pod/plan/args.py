@@ -65,8 +65,8 @@ class ExploreArgs:
     shows what they are for. For followers and 4 bits, two sequences of random tokens, repeated four times,
     are measured too. 0 = text only."""
 
-    retrieval_weight: NonNegativeFloat = 0.03
-    """With nats: weight of the cost of retrieval, relative to the cost on text. 0.03 = as if 3 of 100 tokens
+    retrieval_weight: NonNegativeFloat = 0.1
+    """With nats: weight of the cost of retrieval, relative to the cost on text. 0.1 = as if every tenth token
     had to be retrieved."""
 
     loss_sequences: NonNegativeInt = 4

@@ -119,7 +119,8 @@ def summary(plan: SharingPlan, explore: ExploreArgs, windows: dict[str, int]) ->
         layers = f"{moved} of {plan.num_layers} layers"
         lines.append(f"heads change their order in {layers}; the output of the model stays the same")
     if "plan_cost" in found:
-        costs = [f"cost of the plan, the lowest at this saving: {found['plan_cost']:.4g}"]
+        unit = " nats per token" if found.get("cost") == "nats" else ""
+        costs = [f"cost of the plan: {found['plan_cost']:.4g}{unit}"]
         for name, what in FORBIDDEN.items():
             cost = found.get(f"plan_cost_without_{name}", math.nan)
             if cost is None or not math.isnan(cost):
@@ -325,7 +326,8 @@ def _draw_curves(axes: Axes, curve: dict[str, Any], saving: NDArray[np.float64])
         axes.plot(saving, costs, color=colour, linestyle="--", label=f"without {name.replace('_', ' ')}")
     at = [point["units"] for point in points].index(curve["chosen"]["units"])
     axes.plot(saving[at], points[at]["cost"], "o", color="crimson", linestyle="", label="the plan")
-    axes.set_ylabel(f"cost `{curve['cost']}`, summed over pairs")
+    nats = curve["cost"] == "nats"
+    axes.set_ylabel("cost, nats per token" if nats else f"cost `{curve['cost']}`, summed over pairs")
     axes.grid(alpha=0.25)
     axes.legend(fontsize=9)
 

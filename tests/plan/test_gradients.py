@@ -1,0 +1,74 @@
+"""Gradients from the loss to what heads put out, layer by layer, against one graph of the whole model."""
+
+import pytest
+import torch
+from plan_models import RECENT, SINKS, gradients_of_attention, make_model
+
+from pod.modeling.model.attend import Visibility
+from pod.plan.gradients import drawn, gradient_of_divergence, gradient_of_draws, output_gradients
+from pod.plan.recording import Mixture, read_text, record_attention_inputs
+
+
+@pytest.fixture(scope="module")
+def input_ids():
+    return torch.randint(0, 61, (1, 41), generator=torch.Generator().manual_seed(5))
+
+
+def test_tokens_are_drawn_by_their_probabilities():
+    table = torch.tensor([[0.2, 0.5, 0.3]]).expand(5, 3)
+    assert drawn(table, torch.tensor([0.0, 0.19, 0.21, 0.69, 0.71])).tolist() == [0, 0, 1, 1, 2]
+    assert drawn(torch.tensor([[0.0, 1.0, 0.0]] * 2), torch.tensor([0.0, 0.9999999])).tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("heads", [(6, 2), (3, 3), (4, 1)])
+@pytest.mark.parametrize(
+    "changes", [{}, {"norm_placement": "both", "norm_offset": 1.0}, {"logits_scaling": 3.0}]
+)
+@torch.no_grad()
+def test_gradients_are_those_of_one_graph(input_ids, heads, changes):
+    model = make_model(*heads, **changes)
+    text = read_text(model, input_ids)
+    found = dict(output_gradients(model, text, gradient_of_draws(model, text.streams[-1])))
+    assert list(found) == [3, 2, 1, 0], "from the last layer down"
+    for number, of_projection in enumerate(gradients_of_attention(model, input_ids)):
+        weight = model.model.layers[number].self_attn.o_proj.weight
+        expected = (of_projection @ weight).unflatten(1, (heads[0], 8)).transpose(0, 1)
+        torch.testing.assert_close(found[number], expected, rtol=1e-9, atol=1e-12)
+
+
+@torch.no_grad()
+def test_a_text_that_was_read_gives_what_layers_read(input_ids):
+    model = make_model(6, 2)
+    text = read_text(model, input_ids)
+    for layer, expected in enumerate(record_attention_inputs(model, input_ids)):
+        for one, other in zip(text.inputs_of(model, layer), expected, strict=True):
+            torch.testing.assert_close(one, other)
+    torch.testing.assert_close(
+        model.lm_head(model.model.after_layers(text.streams[-1])), model(input_ids, use_cache=False).logits
+    )
+
+
+@torch.no_grad()
+def test_a_mixture_of_share_1_is_the_model_with_windows_and_of_share_0_the_dense_one(input_ids):
+    import pod
+
+    model = make_model(6, 2)
+    window = Visibility(SINKS, RECENT)
+    windows = pod.SharingPlan(lead=[[None, None]] * 4)
+    planned = pod.load_model(model, plan=windows)
+    dense = read_text(model, input_ids).streams[-1]
+    torch.testing.assert_close(read_text(model, input_ids, Mixture(0.0, window)).streams[-1], dense)
+    mixed = read_text(model, input_ids, Mixture(1.0, window)).streams[-1]
+    expected = planned.model(input_ids=input_ids, use_cache=False).last_hidden_state
+    torch.testing.assert_close(model.model.after_layers(mixed), expected)
+    assert not torch.allclose(mixed, dense)
+
+
+@torch.no_grad()
+def test_the_dense_model_has_no_divergence_from_itself(input_ids):
+    model = make_model(6, 2)
+    stream = read_text(model, input_ids).streams[-1]
+    at = torch.tensor([3, 30])
+    assert gradient_of_divergence(model, stream, stream, at).abs().max() < 1e-15
+    moved = gradient_of_divergence(model, 1.1 * stream + 0.1, stream, at)
+    assert moved[0, at].abs().max() > 1e-5 and not moved[0, 4:30].any()
