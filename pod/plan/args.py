@@ -65,9 +65,9 @@ class ExploreArgs:
     shows what they are for. For followers and 4 bits, two sequences of random tokens, repeated four times,
     are measured too. 0 = text only."""
 
-    retrieval_weight: NonNegativeFloat = 0.1
-    """With nats: weight of the cost of retrieval, relative to the cost on text. 0.1 = as if every tenth token
-    had to be retrieved."""
+    retrieval_weight: NonNegativeFloat = 0.3
+    """With nats: weight of the cost of retrieval, relative to the cost on text. 0.3 = as if 3 of 10 tokens had
+    to be retrieved."""
 
     loss_sequences: NonNegativeInt = 4
     """With nats: number of sequences on which the loss of the model is measured, with and without the

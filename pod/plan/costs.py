@@ -194,7 +194,7 @@ def measure_retrieval(model: PodForCausalLM, prompt: Prompt, sinks: Sequence[Sin
         sinks: constants that join each layer's windows; None = windows have none.
 
     Returns:
-        ``[L, H]``, fp64 on the CPU. It may be negative: then a window helps.
+        ``[L, H]``, fp64 on the CPU. It may be negative on a single prompt: then a window helps there.
     """
     config = model.config
     layers = planned_layers(config)
