@@ -66,8 +66,8 @@ class ExploreArgs:
     are measured too. 0 = text only."""
 
     retrieval_weight: NonNegativeFloat = 0.3
-    """With nats: weight of the cost of retrieval, relative to the cost on text. 0.3 = as if 3 of 10 tokens had
-    to be retrieved."""
+    """With nats: weight of the cost of retrieval, relative to the cost on text. 0.3 = as if 3 of 10 tokens
+    had to be retrieved."""
 
     loss_sequences: NonNegativeInt = 4
     """With nats: number of sequences on which the loss of the model is measured, with and without the

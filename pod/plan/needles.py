@@ -1,8 +1,8 @@
 """Prompts that ask for a number which stands far back in the text, to find heads that retrieve.
 
 Text seldom needs exact retrieval, so costs on text hardly see what a few heads are for. Half of the prompts
-are text with several such facts; the other half repeat one passage again and again, with one fact among the
-copies, as in passkey tests. Both kinds are needed: among copies, other heads bring the fact back.
+are text with several such facts; the other half repeat one passage again and again, with the facts among
+the copies, as in passkey tests. Both kinds are needed: among copies, other heads bring the fact back.
 
 The facts, the questions and their words are not those of any task of `pod eval`.
 """
@@ -25,8 +25,8 @@ WORDS = (
     "harbor", "violin", "lantern", "meadow", "copper", "falcon", "orchid", "granite", "velvet", "compass",
     "marble", "willow", "ember", "glacier", "saffron", "beacon", "cobalt", "thistle", "canyon", "juniper",
 )  # fmt: skip
-FACTS_IN_TEXT = 5
-"""Facts of a prompt that is text; they are asked for one after the other."""
+FACTS_OF_A_PROMPT = 5
+"""Facts of a prompt. They are asked for one after the other, in another order."""
 PASSAGES = (20, 40, 80)
 """Tokens of a passage that is repeated."""
 
@@ -62,7 +62,7 @@ def needle_prompts(
     for number in range(count):
         text = texts[number % len(texts)].tolist()
         fact = FACTS[number // 2 % len(FACTS)]
-        words = chance.sample(WORDS, 1 if number % 2 else FACTS_IN_TEXT)
+        words = chance.sample(WORDS, FACTS_OF_A_PROMPT)
         facts = [_Fact.of(tokenizer, *fact, word, chance) for word in words]
         length = min((len(text) + distance) // 2, longest - sum(one.size for one in facts))
         if length <= distance:
@@ -71,10 +71,12 @@ def needle_prompts(
                 f"answers, but facts must stand {distance} tokens back: lower the windows, or set "
                 "explore.retrieval_sequences=0"
             )
+        size = 1
         if number % 2:
-            body = _copies(text, length, facts[0], length - distance, chance)
-        else:
-            body = _text(text, length, facts, length - distance, chance)
+            size = min(chance.choice(PASSAGES), length)
+            begin = chance.randrange(len(text) - size + 1)
+            text = text[begin : begin + size] * (length // size + 1)
+        body = _hidden(text[:length], facts, (length - distance) // size, size, chance)
         chance.shuffle(facts)
         made.append(_prompt(body, facts))
     return made
@@ -99,24 +101,15 @@ class _Fact(NamedTuple):
         return sum(map(len, self))
 
 
-def _text(
-    text: list[int], length: int, facts: Sequence[_Fact], places: int, chance: random.Random
+def _hidden(
+    text: list[int], facts: Sequence[_Fact], places: int, size: int, chance: random.Random
 ) -> list[int]:
-    """The first tokens of the text, with facts at random among the first ``places``."""
-    body = text[:length]
-    chosen = sorted((chance.randrange(places) for _ in facts), reverse=True)
+    """The text with facts at random places: one of the first ``places`` multiples of ``size`` each."""
+    body = list(text)
+    chosen = sorted((chance.randrange(max(1, places)) for _ in facts), reverse=True)
     for place, fact in zip(chosen, facts, strict=True):
-        body[place:place] = fact.stated
+        body[place * size : place * size] = fact.stated
     return body
-
-
-def _copies(text: list[int], length: int, fact: _Fact, places: int, chance: random.Random) -> list[int]:
-    """As many tokens of copies of one passage, with a fact between two copies among the first ``places``."""
-    size = min(chance.choice(PASSAGES), length)
-    begin = chance.randrange(len(text) - size + 1)
-    copies = text[begin : begin + size] * (length // size + 1)
-    place = chance.randrange(places) // size * size
-    return copies[:place] + fact.stated + copies[place:length]
 
 
 def _prompt(body: list[int], asked: Sequence[_Fact]) -> Prompt:
