@@ -60,7 +60,7 @@ class ExploreArgs:
     """With nats, follow, granularity=head and bits=[16]: reorder the KV heads of each layer so that
     similar heads share. The model computes the same; the plan records the order."""
 
-    retrieval_sequences: NonNegativeInt = 8
+    retrieval_sequences: NonNegativeInt = 24
     """With nats: prompts that ask for a number far back in the text, to find heads that retrieve. Text seldom
     shows what they are for. For followers and 4 bits, two sequences of random tokens, repeated four times,
     are measured too. 0 = text only."""

@@ -194,7 +194,8 @@ def measure_retrieval(model: PodForCausalLM, prompt: Prompt, sinks: Sequence[Sin
         sinks: constants that join each layer's windows; None = windows have none.
 
     Returns:
-        ``[L, H]``, fp64 on the CPU. It may be negative on a single prompt: then a window helps there.
+        ``[L, H]``, fp64 on the CPU. It may be negative: some heads look away from the answer, and a window
+        helps there.
     """
     config = model.config
     layers = planned_layers(config)

@@ -348,8 +348,7 @@ def _measure_costs(
     if prompts:
         pairs = layers, config.num_key_value_heads
         alone = mean("retrieval", lambda one: measure_retrieval(model, one, sinks), pairs, prompts)
-        # No window is worth having for its own sake: what helps on few prompts is mostly chance.
-        tensors["windows" + RETRIEVAL] = alone.clamp_(min=0.0).flatten().diag().view(shapes["windows"])
+        tensors["windows" + RETRIEVAL] = alone.flatten().diag().view(shapes["windows"])
     return tensors
 
 
