@@ -30,6 +30,7 @@ distant attention rows of the sampled queries of all layers: ``4 · L · Hq · q
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -37,23 +38,21 @@ import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from pod.modeling.model.attend import CAUSAL, Visibility
+from pod.modeling.model.attend import Visibility
 from pod.modeling.model.llama import PodForCausalLM
 from pod.modeling.model.packed import Packing
 from pod.modeling.model.sharing import GROUP_SIZE, RESIDUAL
 from pod.modeling.model.sinks import Sink
 from pod.plan.checks import check_array, check_costs, check_groups
-from pod.plan.gradients import gradient_of_divergence, gradient_of_draws, output_gradients
+from pod.plan.gradients import Windows, gradient_of_divergence, gradient_of_draws, read_with_gradients
 from pod.plan.needles import Prompt
 from pod.plan.recording import (
     AttentionInputs,
-    Mixture,
     QuerySample,
     ReadText,
+    last_stream,
     logits_of,
-    near_output,
     planned_layers,
-    read_text,
     sample_queries,
 )
 from pod.plan.solve import Floats
@@ -198,22 +197,21 @@ def measure_retrieval(model: PodForCausalLM, prompt: Prompt, sinks: Sequence[Sin
         helps there.
     """
     config = model.config
-    layers = planned_layers(config)
-    window = Visibility(config.num_sink_tokens, config.num_recent_tokens)
+    windows = Windows(Visibility(config.num_sink_tokens, config.num_recent_tokens), sinks, SHARE)
     input_ids = prompt.input_ids[None].to(model.device)
-    dense = read_text(model, input_ids).streams[-1]
-    text = read_text(model, input_ids, Mixture(SHARE, window, sinks))
-    gradient = gradient_of_divergence(model, text.streams[-1], dense, prompt.answers)
-    found = torch.zeros(len(layers), config.num_key_value_heads, dtype=torch.float64)
-    for layer, of_heads in output_gradients(model, text, gradient):
-        number = layers.index(layer)
-        sink = None if sinks is None else sinks[number]
-        errors = window_errors(text.inputs_of(model, layer), window, sink)
-        of_heads = of_heads.unflatten(0, (config.num_key_value_heads, -1))
-        found[number] = (errors * of_heads).double().sum((1, 2, 3)).cpu() / (2 * SHARE)
-    if not bool(found.isfinite().all()):
+    dense = last_stream(model, input_ids)
+    objective = partial(gradient_of_divergence, dense=dense, at=prompt.answers)
+    found: list[Tensor] = []
+
+    def receive(_: int, change: Tensor, gradient: Tensor) -> None:
+        of_heads = (gradient * change).double().sum((1, 2))  # [Hq]
+        found.append(of_heads.unflatten(0, (config.num_key_value_heads, -1)).sum(1).cpu())
+
+    read_with_gradients(model, input_ids, windows, objective, receive)
+    costs = torch.stack(found[::-1]) / (2 * SHARE)
+    if not bool(costs.isfinite().all()):
         raise ValueError(NOT_FINITE)
-    return found.clamp_(-MAX_COST, MAX_COST)
+    return costs.clamp_(-MAX_COST, MAX_COST)
 
 
 @torch.no_grad()
@@ -302,18 +300,19 @@ class _Reading(NamedTuple):
         n, windows = input_ids.shape[1], (config.num_sink_tokens, config.num_recent_tokens)
         sample = sample_queries(n, num_queries, *windows)
         sample = QuerySample(*(x.to(input_ids.device) for x in sample))
-        text = read_text(model, input_ids)
-        layers = planned_layers(config)
-        gradients: dict[int, Tensor] = {}
-        changes: dict[int, Tensor] = {}
-        for layer, gradient in output_gradients(model, text, gradient_of_draws(model, text.streams[-1])):
-            gradient = gradient.unflatten(0, (config.num_key_value_heads, -1))  # [H, G, n, d]
-            sink = None if sinks is None else sinks[layers.index(layer)]
-            errors = window_errors(text.inputs_of(model, layer), Visibility(*windows), sink)
-            changes[layer] = (errors * gradient).sum((1, -1))
-            gradients[layer] = gradient[:, :, sample.positions]
-        in_order = [gradients[layer] for layer in layers]
-        return cls(text, sample, in_order, torch.stack([changes[layer] for layer in layers]))
+        gradients: list[Tensor] = []
+        changes: list[Tensor] = []
+
+        def receive(_: int, change: Tensor, gradient: Tensor) -> None:
+            of_heads = (gradient * change).sum(-1)  # [Hq, n]
+            changes.append(of_heads.unflatten(0, (config.num_key_value_heads, -1)).sum(1))
+            gradient = gradient.unflatten(0, (config.num_key_value_heads, -1))
+            gradients.append(gradient[:, :, sample.positions])
+
+        text = read_with_gradients(
+            model, input_ids, Windows(Visibility(*windows), sinks), gradient_of_draws, receive
+        )
+        return cls(text, sample, gradients[::-1], torch.stack(changes[::-1]))
 
     def layers(self, model: PodForCausalLM) -> Iterator[tuple[int, "_Layer", list[_AttentionRows]]]:
         """For each planned layer, yield its index among these, its sampled queries, and lower layers.
@@ -326,13 +325,6 @@ class _Reading(NamedTuple):
             own = _Layer(self.text.inputs_of(model, layer), self.sample, self.gradients[number])
             yield number, own, lower
             lower.append(own.rows)
-
-
-def window_errors(inputs: AttentionInputs, window: Visibility, sink: Sink | None = None) -> Tensor:
-    """By how much windows change what the heads of a layer put out, ``[H, G, n, d]``, at least fp32."""
-    batch = AttentionInputs(*(x[None] for x in inputs))
-    change = near_output(batch, window, sink) - near_output(batch, CAUSAL)
-    return change[0].unflatten(0, (inputs.k.shape[0], -1))
 
 
 def mean_nats(changes: Tensor) -> Tensor:

@@ -11,58 +11,151 @@ Example: on SmolLM2-135M, with windows of 16 + 240 tokens in all heads, these nu
 token over 90 KV heads. The measured divergence is 0.10.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
+from pod.modeling.model.attend import Tokens, Visibility, attend
+from pod.modeling.model.decoder_layer import ForwardContext
 from pod.modeling.model.llama import PodForCausalLM
+from pod.modeling.model.sinks import Sink
 from pod.modeling.token_scores import rows_in, wide_logits
-from pod.plan.recording import ReadText, planned_layers, through
+from pod.plan.recording import AttentionInputs, ReadText, check_one, inputs_of, planned_layers, start, through
 
 LOGIT_BYTES = 1 << 28  # most bytes of logits in memory at a time
+HELD_BYTES = 6 << 30
+"""Activations of a text are held up to this size. Larger ones are computed again, layer by layer."""
+ACTIVATIONS = 40
+"""Numbers that a layer holds for each token, in units of its hidden size (SmolLM2-135M: 36)."""
+
+Objective = Callable[[PodForCausalLM, Tensor], Tensor]
+"""A function of the model and the residual stream behind the last layer, both ``[1, n, hidden]``.
+
+It gives the gradient, for this stream, of what is differentiated.
+"""
+Receive = Callable[[int, Tensor, Tensor], None]
+"""A function that receives what was found of a layer: its index, ``o' - o`` and the gradient for ``o``.
+
+Both are ``[Hq, n, d]``, at least fp32, on the device of the tokens.
+"""
 
 
-def output_gradients(model: PodForCausalLM, text: ReadText, gradient: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Yield the gradient for the output of all heads of every planned layer, the last layer first.
+class Windows(NamedTuple):
+    """Windows in all heads of the planned layers: the change of the outputs that is priced.
 
-    The text is read again, one layer after the other, so that the memory of one layer is needed at a time.
+    Attributes:
+        window: what windows see.
+        sinks: constants that join each planned layer's windows; None = windows have none.
+        share: how far the model that is read has gone to the windows. Its heads put out
+            ``o + share · (o' - o)``: 0 = those of the dense model, 1 = windows.
+    """
+
+    window: Visibility
+    sinks: Sequence[Sink] | None = None
+    share: float = 0.0
+
+
+def read_with_gradients(
+    model: PodForCausalLM, input_ids: Tensor, windows: Windows, objective: Objective, receive: Receive
+) -> ReadText:
+    """Read one sequence ``[1, n]``, and differentiate an objective for what the heads of every layer put out.
 
     Args:
         model: dense.
-        text: from `read_text`.
-        gradient: ``[1, n, hidden]``, of what is differentiated, for the last of the text's streams.
+        receive: is called once for each planned layer, the last layer first.
 
-    Yields:
-        The index of a layer, and ``[Hq, n, d]``, at least fp32, on the device of the tokens.
+    Raises:
+        ValueError: a model with a sharing plan or a window layout, or a batch of several sequences.
     """
-    planned = set(planned_layers(model.config))
-    for number in reversed(range(len(model.model.layers))):
-        layer: Any = model.model.layers[number]
-        stream = text.streams[number].detach().requires_grad_()
-        with (
-            torch.enable_grad(),
-            text.mixing(model, number, stream),
-            _inputs_of(layer.self_attn.o_proj) as outputs,
-        ):
-            after = through(layer, stream, text.context)
-        gradient, of_heads = torch.autograd.grad(after, (stream, outputs[0]), gradient.to(after.device))
-        if number in planned:
-            of_heads = of_heads[0].unflatten(-1, (-1, model.config.head_dim)).transpose(0, 1)
-            yield number, of_heads.to(text.device, torch.promote_types(of_heads.dtype, torch.float32))
+    check_one(input_ids)
+    planned = planned_layers(model.config)
+    hidden_states, context = start(model, input_ids)
+    reader = _Reader(windows, context, input_ids.device, receive)
+    streams = [hidden_states.detach().requires_grad_()]
+    numbers = len(model.model.layers) * hidden_states.numel() * ACTIVATIONS
+    is_held = numbers * hidden_states.element_size() <= HELD_BYTES
+    with torch.enable_grad():
+        for number, layer in enumerate(model.model.layers):
+            place = planned.index(number) if number in planned else None
+            step = partial(reader.through, layer, number, place)
+            read = step if is_held else partial(checkpoint, step, use_reentrant=False)
+            streams.append(read(streams[-1]))
+    gradient = objective(model, streams[-1].detach())
+    torch.autograd.grad(streams[-1], streams[0], gradient)  # calls `receive`
+    return ReadText([stream.detach() for stream in streams], context, input_ids.device)
 
 
-@contextmanager
-def _inputs_of(module: nn.Module) -> Iterator[list[Tensor]]:
-    """A list that receives the first input of the module at each of its calls."""
-    found: list[Tensor] = []
-    hook = module.register_forward_pre_hook(lambda _, inputs: found.append(inputs[0]))
-    try:
-        yield found
-    finally:
-        hook.remove()
+class _Reader(NamedTuple):
+    """How layers are read on the way; see `read_with_gradients`."""
+
+    windows: Windows
+    context: ForwardContext
+    device: torch.device
+    receive: Receive
+
+    def through(self, layer: Any, number: int, place: int | None, stream: Tensor) -> Tensor:
+        """The residual stream behind a layer, whose index among the planned layers is ``place``, or None."""
+        if place is None:
+            return through(layer, stream, self.context)
+        with self._watching(layer, number, place, stream):
+            return through(layer, stream, self.context)
+
+    @contextmanager
+    def _watching(self, layer: Any, number: int, place: int, stream: Tensor) -> Iterator[None]:
+        """Move the outputs of the heads to those of windows, and pass on their gradient."""
+        share = self.windows.share
+
+        def watch(_: Any, given: tuple[Tensor, ...]) -> tuple[Tensor]:
+            dense = given[0]
+            out = dense
+            if share:
+                out = dense + share * self._change(layer, place, stream, dense).to(dense.dtype)
+
+            def pass_on(gradient: Tensor) -> None:
+                with torch.no_grad():
+                    change = self._change(layer, place, stream, dense)
+                    by_head = (self._by_head(one, layer.self_attn.head_dim) for one in (change, gradient))
+                    self.receive(number, *by_head)
+
+            out.register_hook(pass_on)
+            return (out,)
+
+        hook = layer.self_attn.o_proj.register_forward_pre_hook(watch)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    def _change(self, layer: Any, place: int, stream: Tensor, dense: Tensor) -> Tensor:
+        """``o' - o`` of all heads side by side, ``[1, n, Hq · d]``, at least fp32, where ``dense`` is."""
+        sink = None if self.windows.sinks is None else self.windows.sinks[place]
+        inputs = inputs_of(layer, stream, self.context, dense.device)
+        near = near_output(inputs, self.windows.window, sink)
+        return near.transpose(1, 2).reshape(dense.shape) - dense
+
+    def _by_head(self, outputs: Tensor, head_dim: int) -> Tensor:
+        """``[Hq, n, d]`` from ``[1, n, Hq · d]``."""
+        wide = torch.promote_types(outputs.dtype, torch.float32)
+        return outputs[0].unflatten(-1, (-1, head_dim)).transpose(0, 1).to(self.device, wide)
+
+
+def near_output(inputs: AttentionInputs, window: Visibility, sink: Sink | None = None) -> Tensor:
+    """What the heads of a layer put out when they see a window, ``[B, Hq, n, d]``, at least fp32.
+
+    Args:
+        inputs: with the batch as first dimension.
+        sink: joins the window.
+    """
+    wide = torch.promote_types(inputs.q.dtype, torch.float32)
+    q, k, v = (x.to(wide) for x in (inputs.q, inputs.k, inputs.v))
+    if sink is not None:
+        sink = Sink(*(x.to(q) for x in sink))
+    return attend(q, Tokens(k, v), visibility=window, sink=sink)[0]
 
 
 def gradient_of_draws(model: PodForCausalLM, stream: Tensor) -> Tensor:

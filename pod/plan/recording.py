@@ -1,18 +1,15 @@
 """What a dense model's attention reads from a text, layer by layer, and which queries stand for a text."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from pod.kernels.statistics import attention_rows
-from pod.modeling.model.attend import Tokens, Visibility, attend
 from pod.modeling.model.config import PodConfig
 from pod.modeling.model.decoder_layer import ForwardContext
 from pod.modeling.model.llama import PodForCausalLM
-from pod.modeling.model.sinks import Sink
 
 
 class AttentionInputs(NamedTuple):
@@ -49,7 +46,7 @@ def record_attention_inputs(model: PodForCausalLM, input_ids: Tensor) -> Iterato
     Raises:
         ValueError: a model with a sharing plan or a window layout, or a batch of several sequences.
     """
-    _check_one(input_ids)
+    check_one(input_ids)
     for inputs in record_batch(model, input_ids):
         yield AttentionInputs(*(one[0] for one in inputs))
 
@@ -62,25 +59,17 @@ def record_batch(model: PodForCausalLM, input_ids: Tensor) -> Iterator[Attention
         ValueError: a model with a sharing plan or a window layout.
     """
     planned = set(planned_layers(model.config))
-    hidden_states, context = _start(model, input_ids)
+    hidden_states, context = start(model, input_ids)
     for number, layer in enumerate(model.model.layers):
         if number in planned:
-            yield _inputs_of(layer, hidden_states, context, input_ids.device)
+            yield inputs_of(layer, hidden_states, context, input_ids.device)
         hidden_states = through(layer, hidden_states, context)
 
 
-class Mixture(NamedTuple):
-    """Attention on the way from all tokens to windows: ``o + share · (o' - o)`` in every head.
-
-    Attributes:
-        share: 0 = all tokens, 1 = windows.
-        window: what windows see.
-        sinks: constants that join each planned layer's windows; None = windows have none.
-    """
-
-    share: float
-    window: Visibility
-    sinks: Sequence[Sink] | None = None
+def check_one(input_ids: Tensor) -> None:
+    """ValueError unless there is one sequence, ``[1, n]``."""
+    if input_ids.shape[0] != 1:
+        raise ValueError(f"need input_ids [1, n], got {list(input_ids.shape)}")
 
 
 class ReadText(NamedTuple):
@@ -90,83 +79,34 @@ class ReadText(NamedTuple):
         streams: ``[1, n, hidden]`` each, the residual stream before each layer and behind the last one.
         context: the context of the pass.
         device: of the tokens.
-        mixture: how planned layers attended; None = to all tokens.
     """
 
     streams: list[Tensor]
     context: ForwardContext
     device: torch.device
-    mixture: Mixture | None = None
 
     @torch.no_grad()
     def inputs_of(self, model: PodForCausalLM, layer: int) -> AttentionInputs:
         """What the attention of a layer reads."""
-        found = _inputs_of(model.model.layers[layer], self.streams[layer], self.context, self.device)
+        found = inputs_of(model.model.layers[layer], self.streams[layer], self.context, self.device)
         return AttentionInputs(*(one[0] for one in found))
-
-    @contextmanager
-    def mixing(self, model: PodForCausalLM, layer: int, stream: Tensor) -> Iterator[None]:
-        """Let a layer attend as the mixture says, while it computes ``stream`` ``[1, n, hidden]``."""
-        layers = planned_layers(model.config)
-        if self.mixture is None or layer not in layers:
-            yield
-            return
-        share, window, sinks = self.mixture
-        own: Any = model.model.layers[layer]
-        sink = None if sinks is None else sinks[layers.index(layer)]
-
-        def mix(_: Any, given: tuple[Tensor, ...]) -> tuple[Tensor]:
-            out = given[0]
-            inputs = _inputs_of(own, stream, self.context, out.device)
-            near = near_output(inputs, window, sink).transpose(1, 2).reshape(out.shape)
-            return (out + share * (near.to(out.dtype) - out),)
-
-        hook = own.self_attn.o_proj.register_forward_pre_hook(mix)
-        try:
-            yield
-        finally:
-            hook.remove()
-
-
-def near_output(inputs: AttentionInputs, window: Visibility, sink: Sink | None = None) -> Tensor:
-    """What the heads of a layer put out when they see a window, ``[B, Hq, n, d]``, at least fp32.
-
-    Args:
-        inputs: with the batch as first dimension.
-        sink: joins the window.
-    """
-    wide = torch.promote_types(inputs.q.dtype, torch.float32)
-    q, k, v = (x.to(wide) for x in (inputs.q, inputs.k, inputs.v))
-    if sink is not None:
-        sink = Sink(*(x.to(q) for x in sink))
-    return attend(q, Tokens(k, v), visibility=window, sink=sink)[0]
 
 
 @torch.no_grad()
-def read_text(model: PodForCausalLM, input_ids: Tensor, mixture: Mixture | None = None) -> ReadText:
-    """Read one sequence ``[1, n]`` with a dense model. Holds ``2 or 4 · (L + 1) · n · hidden`` bytes.
-
-    Args:
-        mixture: how planned layers attend; None = to all tokens.
+def last_stream(model: PodForCausalLM, input_ids: Tensor) -> Tensor:
+    """The residual stream behind the last layer of a dense model, ``[1, n, hidden]``.
 
     Raises:
         ValueError: a model with a sharing plan or a window layout, or a batch of several sequences.
     """
-    _check_one(input_ids)
-    hidden_states, context = _start(model, input_ids)
-    text = ReadText([hidden_states], context, input_ids.device, mixture)
-    for number, layer in enumerate(model.model.layers):
-        with text.mixing(model, number, text.streams[-1]):
-            text.streams.append(through(layer, text.streams[-1], context))
-    return text
+    check_one(input_ids)
+    hidden_states, context = start(model, input_ids)
+    for layer in model.model.layers:
+        hidden_states = through(layer, hidden_states, context)
+    return hidden_states
 
 
-def _check_one(input_ids: Tensor) -> None:
-    if input_ids.shape[0] != 1:
-        raise ValueError(f"need input_ids [1, n], got {list(input_ids.shape)}")
-
-
-def _start(model: PodForCausalLM, input_ids: Tensor) -> tuple[Tensor, ForwardContext]:
+def start(model: PodForCausalLM, input_ids: Tensor) -> tuple[Tensor, ForwardContext]:
     """The residual stream before the first layer ``[B, n, hidden]``, and the context of the pass.
 
     Raises:
@@ -184,7 +124,7 @@ def _start(model: PodForCausalLM, input_ids: Tensor) -> tuple[Tensor, ForwardCon
     return hidden_states, model.model.context(hidden_states, positions[None])
 
 
-def _inputs_of(layer: Any, hidden_states: Tensor, context: ForwardContext, device: Any) -> AttentionInputs:
+def inputs_of(layer: Any, hidden_states: Tensor, context: ForwardContext, device: Any) -> AttentionInputs:
     """What the attention of a layer reads, on ``device``."""
     attention = layer.self_attn
     own = hidden_states.to(attention.o_proj.weight.device)  # layers may lie on several devices

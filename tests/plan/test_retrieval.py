@@ -107,8 +107,8 @@ def test_a_passage_is_repeated():
     text = torch.arange(500) % 211
     prompt = needle_prompts(tokenizer, [text], 2, distance=100, longest=10_000)[1]
     ids = prompt.input_ids.tolist()
-    middle = len(ids) // 2
-    assert any(ids[middle : middle + 20] == ids[middle + size : middle + size + 20] for size in (20, 40, 80))
+    places = itertools.product(range(100), (20, 40, 80))
+    assert any(ids[at : at + 20] == ids[at + size : at + size + 20] for at, size in places)
 
 
 def test_texts_that_are_too_short_are_one_line():
