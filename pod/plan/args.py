@@ -29,8 +29,8 @@ class ExploreArgs:
 
     cost: Literal["nats", "similarity"] = "nats"
     """How costs are measured. `nats`: by how many nats per token the model's predictions change, on text and
-    on repeated random tokens; sequences must be longer than the windows. `similarity`: the paper's measure,
-    1 - similarity of attention rows, for roles=follow only."""
+    where numbers far back are asked for; sequences must be longer than the windows. `similarity`: the paper's
+    measure, 1 - similarity of attention rows, for roles=follow only."""
 
     target: Literal["pod", "vllm"] = "pod"
     """Where the plan will run. `pod`: in this package. `vllm`: in vLLM. All heads of a layer then lead, or
@@ -60,14 +60,14 @@ class ExploreArgs:
     """With nats, follow, granularity=head and bits=[16]: reorder the KV heads of each layer so that
     similar heads share. The model computes the same; the plan records the order."""
 
-    retrieval_sequences: NonNegativeInt = 24
-    """With nats: prompts that ask for a number far back in the text, to find heads that retrieve. Text seldom
-    shows what they are for. For followers and 4 bits, two sequences of random tokens, repeated four times,
+    retrieval_sequences: NonNegativeInt = 12
+    """With nats: prompts that ask for ten numbers far back, to find heads that retrieve. Text seldom shows
+    what they are for. For followers and 4 bits, two sequences of random tokens, repeated four times,
     are measured too. 0 = text only."""
 
-    retrieval_weight: NonNegativeFloat = 0.3
-    """With nats: weight of the cost of retrieval, relative to the cost on text. 0.3 = as if 3 of 10 tokens
-    had to be retrieved."""
+    retrieval_weight: NonNegativeFloat = 0.5
+    """With nats: weight of the cost of retrieval, relative to the cost on text. 0.5 = as if every second
+    token had to be retrieved."""
 
     loss_sequences: NonNegativeInt = 4
     """With nats: number of sequences on which the loss of the model is measured, with and without the

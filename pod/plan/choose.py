@@ -38,8 +38,9 @@ from pod.plan.measured_costs import (
     find_costs,
     find_similarity,
     measure_mean,
-    repeated_sequences,
+    needle_prompts_of,
 )
+from pod.plan.needles import Prompt
 from pod.plan.similarity import dissimilarity, greedy_plan
 from pod.plan.solve import Floats, Frontier, PackedFrontier, solve, solve_packed
 from pod.plan.together import Plans, in_order
@@ -292,9 +293,10 @@ def _with(plans: Plans, units: int, provenance: dict[str, Any]) -> SharingPlan:
 
 
 def _losses(exploration: Exploration, plan: SharingPlan) -> dict[str, Any]:
-    """Mean losses of the dense model and of the plan, on text and on repeated tokens, in nats per token.
+    """Mean losses of the dense model and of the plan, on text and on answers, in nats per token.
 
-    The numbers of sequences are added.
+    The answers are those of prompts on which nothing else is measured. The numbers of texts and prompts are
+    added.
     """
     dense = SharingPlan.dense(plan.num_layers, plan.num_key_value_heads)
     dense = in_all_layers(replace(dense, head_order=plan.head_order, provenance=plan.provenance))
@@ -302,19 +304,20 @@ def _losses(exploration: Exploration, plan: SharingPlan) -> dict[str, Any]:
     partial = exploration.folder / f"losses.partial-{made[:8]}"
     model = exploration.load_model(dense)
     plan = in_all_layers(plan)
-    text = exploration.read()[: exploration.explore.loss_sequences]
-    texts = {"text": text, "repeated": repeated_sequences(exploration, model.config)}
+    sequences = exploration.read()
+    text = sequences[: exploration.explore.loss_sequences]
+    prompts = needle_prompts_of(exploration, model.config, sequences, held_out=True)
+    texts: dict[str, Sequence[Tensor | Prompt]] = {"text": text, "retrieval": prompts}
     losses: dict[str, Any] = {"dense": {}, "plan": {}}
     for name, one in (("dense", dense), ("plan", plan)):
         under = _under(model, one)
-        for kind, sequences in texts.items():
-            if sequences:
+        for kind, found in texts.items():
+            if found:
                 folder = partial / f"loss, {name}, {kind}"
-                found = measure_mean(mean_loss(under), (), sequences, folder)
-                losses[name][kind] = found.item()
+                losses[name][kind] = measure_mean(mean_loss(under), (), found, folder).item()
     if not dist.is_initialized() or dist.get_rank() == 0:
         shutil.rmtree(partial, ignore_errors=True)
-    return losses | {"sequences": len(text), "repeated_sequences": len(texts["repeated"])}
+    return losses | {"sequences": len(text), "prompts": len(prompts)}
 
 
 @torch.no_grad()
@@ -327,7 +330,7 @@ def plan_loss(model: PodForCausalLM, plan: SharingPlan, sequences: Sequence[Tens
         model: dense weights, with the windows that the plan is for.
     """
     shared = _under(model, plan)
-    total = sum(_summed_loss(shared, row.reshape(1, -1).to(model.device)) for row in sequences)
+    total = sum(_losses_of(shared, row).sum().item() for row in sequences)
     return total / sum(len(row) - 1 for row in sequences)
 
 
@@ -336,23 +339,25 @@ def _under(model: PodForCausalLM, plan: SharingPlan) -> PodForCausalLM:
     return load_model(model, plan=plan, attention_backend=model.config.attention_backend)
 
 
-def mean_loss(model: PodForCausalLM) -> Callable[[Tensor], Tensor]:
-    """A function for `measure_mean`: it maps tokens ``[n]`` to their mean loss, in nats per token."""
+def mean_loss(model: PodForCausalLM) -> Callable[[Tensor | Prompt], Tensor]:
+    """A function for `measure_mean`: the mean loss of a text ``[n]``, or of a prompt's answers, in nats."""
 
     @torch.no_grad()
-    def measure(ids: Tensor) -> Tensor:
-        tokens = ids[None].to(model.device)
-        return torch.tensor(_summed_loss(model, tokens) / (tokens.shape[1] - 1), dtype=torch.float64)
+    def measure(text: Tensor | Prompt) -> Tensor:
+        if isinstance(text, Prompt):
+            return _losses_of(model, text.input_ids)[text.answers].mean()
+        return _losses_of(model, text).mean()
 
     return measure
 
 
-def _summed_loss(model: PodForCausalLM, tokens: Tensor) -> float:
-    """Sum of the next-token losses of tokens ``[1, n]``, in nats.
+def _losses_of(model: PodForCausalLM, input_ids: Tensor) -> Tensor:
+    """The next-token losses ``[n - 1]`` of tokens ``[n]``, in nats; fp64 on the CPU.
 
     Where layers are packed, every token reads what the model's own cache holds when that token comes. The
     tokens are read a group at a time, since nothing is packed between two multiples of the group size.
     """
+    tokens = input_ids[None].to(model.device)
     packs = model.config.sharing_plan.packs
     cache: Any = make_cache(model) if packs else None
     parts = [
@@ -367,4 +372,4 @@ def _summed_loss(model: PodForCausalLM, tokens: Tensor) -> float:
         tokens[:, 1:].to(weight.device),
         rows_in(_LOGIT_BYTES, len(weight)),
     )
-    return -found.logprobs.double().sum().item()
+    return -found.logprobs[0].double().cpu()

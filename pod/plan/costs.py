@@ -189,12 +189,15 @@ def measure_retrieval(model: PodForCausalLM, prompt: Prompt, sinks: Sequence[Sin
     head, with a = `SHARE`. Its derivative for one head's a, divided by ``2 a``, is the head's share of the
     divergence at a = 1, if the divergence is quadratic (Aumann and Shapley, 1974).
 
+    A window that helps on a prompt costs nothing there: the derivative is cut at 0 before the mean over
+    prompts is taken. On SmolLM2-135M, the derivative for head 2 of layer 7 is between -0.4 and 0.6, about 0
+    in the mean. With a window there, plans found 2 of 20 keys, and 18 without.
+
     Args:
         sinks: constants that join each layer's windows; None = windows have none.
 
     Returns:
-        ``[L, H]``, fp64 on the CPU. It may be negative: some heads look away from the answer, and a window
-        helps there.
+        ``[L, H]``, from 0 to 1000, fp64 on the CPU.
     """
     config = model.config
     windows = Windows(Visibility(config.num_sink_tokens, config.num_recent_tokens), sinks, SHARE)
@@ -211,7 +214,7 @@ def measure_retrieval(model: PodForCausalLM, prompt: Prompt, sinks: Sequence[Sin
     costs = torch.stack(found[::-1]) / (2 * SHARE)
     if not bool(costs.isfinite().all()):
         raise ValueError(NOT_FINITE)
-    return costs.clamp_(-MAX_COST, MAX_COST)
+    return costs.clamp_(0.0, MAX_COST)
 
 
 @torch.no_grad()

@@ -30,7 +30,8 @@ from pod.training.run.mesh import planned_world_size
 
 REPEATED_SEQUENCES = 2  # most sequences of repeated tokens
 CALIBRATION_SEQUENCES = 8  # most sequences of text on which constant sinks are calibrated
-MATCHING_SEQUENCES = 2  # of text, beside all repeated ones, on which query heads are matched
+LOSS_PROMPTS = 4  # prompts on which the loss of a plan is measured
+MATCHING_SEQUENCES = 1  # of text, and as many repeated ones, on which query heads are matched
 C = TypeVar("C", bound=Curve)
 POSITIONS = ("rope", "max_position_embeddings")
 """Fields of section `model` that change which positions the model can read."""
@@ -322,9 +323,7 @@ def describe_cost(config: Any, explore: ExploreArgs, sinks: str = "tokens") -> s
         return f"retrieval heads: one forward pass over {explore.head_repeats} x {num_tokens} = {n} tokens"
     layers, heads = len(planned_layers(config)), config.num_attention_heads
     n, q, count = explore.sequence_length, explore.num_queries, explore.num_sequences
-    passes = (
-        "one forward pass" if explore.cost == "similarity" else "two forward passes and one backward pass"
-    )
+    passes = "one forward pass" if explore.cost == "similarity" else "one forward and one backward pass"
     what = f"{explore.cost}: {passes} over {count} x {n} = {count * n} tokens"
     if explore.cost == "nats":
         losses = min(count, explore.loss_sequences)
@@ -332,7 +331,7 @@ def describe_cost(config: Any, explore: ExploreArgs, sinks: str = "tokens") -> s
             what += f" and {explore.retrieval_sequences} prompts"
         if "follow" in (explore.roles or []):
             repeated = min(REPEATED_SEQUENCES, explore.retrieval_sequences)
-            matching = repeated + min(count, MATCHING_SEQUENCES)
+            matching = min(repeated, MATCHING_SEQUENCES) + min(count, MATCHING_SEQUENCES)
             what += f", {repeated} x {n} repeated tokens, the same over {matching} sequences to match heads"
         what += f", one forward pass over {losses} with and without the plan for the loss"
         if sinks == "constant":

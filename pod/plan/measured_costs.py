@@ -45,6 +45,7 @@ from pod.plan.costs import (
 )
 from pod.plan.exploration import (
     CALIBRATION_SEQUENCES,
+    LOSS_PROMPTS,
     MATCHING_SEQUENCES,
     REPEATED_SEQUENCES,
     Exploration,
@@ -314,13 +315,12 @@ def _measure_costs(
     repeated = []
     if _may_follow(exploration) or 4 in exploration.explore.bits:
         repeated = repeated_sequences(exploration, config)
-    prompts = needle_prompts_of(exploration, config, sequences)
     followers = _may_follow(exploration)
     shapes = cost_shapes(layers, config.num_key_value_heads, followers)
     tensors: dict[str, Tensor] = {}
     order, sinks = None, None
     if followers:
-        few = [*sequences[:MATCHING_SEQUENCES], *repeated]
+        few = [*sequences[:MATCHING_SEQUENCES], *repeated[:MATCHING_SEQUENCES]]
         shape = layers, layers, heads, heads
 
         def errors_of(ids: Tensor) -> Tensor:
@@ -345,25 +345,33 @@ def _measure_costs(
         parts = mean(name, flat, (sum(sizes),), texts).split(sizes)
         for (role, shape), part in zip(shapes.items(), parts, strict=True):
             tensors[role + ending] = part.view(shape)
-    if prompts:
+    if "window" in (exploration.explore.roles or []) and exploration.explore.retrieval_sequences:
+        prompts = needle_prompts_of(exploration, config, sequences)
         pairs = layers, config.num_key_value_heads
         alone = mean("retrieval", lambda one: measure_retrieval(model, one, sinks), pairs, prompts)
         tensors["windows" + RETRIEVAL] = alone.flatten().diag().view(shapes["windows"])
     return tensors
 
 
-def needle_prompts_of(exploration: Exploration, config: Any, sequences: Sequence[Tensor]) -> list[Prompt]:
-    """The prompts on which retrieval is measured; none where the settings want none."""
-    explore = exploration.explore
-    if not explore.retrieval_sequences or "window" not in (explore.roles or []):
+def needle_prompts_of(
+    exploration: Exploration, config: Any, sequences: Sequence[Tensor], held_out: bool = False
+) -> list[Prompt]:
+    """The prompts on which retrieval is measured; none where the settings want none.
+
+    Args:
+        sequences: text of the prompts.
+        held_out: make `LOSS_PROMPTS` other ones, on which the loss of a plan is measured.
+    """
+    explore, seed = exploration.explore, exploration.settings["seed"]
+    if not explore.retrieval_sequences:
         return []
     return needle_prompts(
         exploration.load_tokenizer(),
         sequences,
-        count=explore.retrieval_sequences,
+        count=LOSS_PROMPTS if held_out else explore.retrieval_sequences,
         distance=sum(exploration.windows.values()),
         longest=config.max_position_embeddings,
-        seed=exploration.settings["seed"],
+        seed=seed + 1 if held_out else seed,
     )
 
 

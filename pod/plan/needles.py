@@ -25,10 +25,12 @@ WORDS = (
     "harbor", "violin", "lantern", "meadow", "copper", "falcon", "orchid", "granite", "velvet", "compass",
     "marble", "willow", "ember", "glacier", "saffron", "beacon", "cobalt", "thistle", "canyon", "juniper",
 )  # fmt: skip
-FACTS_OF_A_PROMPT = 5
+FACTS_OF_A_PROMPT = 10
 """Facts of a prompt. They are asked for one after the other, in another order."""
 PASSAGES = (20, 40, 80)
 """Tokens of a passage that is repeated."""
+SHORTEST = 512
+"""Tokens of the shortest prompts, without facts and questions. Longer ones choose no better heads."""
 
 
 class Prompt(NamedTuple):
@@ -49,8 +51,8 @@ def needle_prompts(
     """Make ``count`` prompts, by turns of text and of a passage that is repeated.
 
     Args:
-        texts: token ids ``[n]`` each. A prompt has ``(n + distance) / 2`` tokens of one of them, and facts,
-            questions and answers.
+        texts: token ids ``[n]`` each. A prompt has ``2 · distance`` tokens of one of them, at least
+            `SHORTEST` where the text has as many, and facts, questions and answers.
         distance: tokens that stand at least between a fact and the end of the text.
         longest: tokens that the model can read; longer texts are cut.
 
@@ -64,19 +66,21 @@ def needle_prompts(
         fact = FACTS[number // 2 % len(FACTS)]
         words = chance.sample(WORDS, FACTS_OF_A_PROMPT)
         facts = [_Fact.of(tokenizer, *fact, word, chance) for word in words]
-        length = min((len(text) + distance) // 2, longest - sum(one.size for one in facts))
+        wanted = min(len(text), max(2 * distance, SHORTEST))
+        length = min(wanted, longest - sum(one.size for one in facts))
         if length <= distance:
             raise ValueError(
                 f"the model reads {longest} tokens, which leaves {max(0, length)} beside questions and "
                 f"answers, but facts must stand {distance} tokens back: lower the windows, or set "
                 "explore.retrieval_sequences=0"
             )
-        size = 1
+        size = length
         if number % 2:
             size = min(chance.choice(PASSAGES), length)
-            begin = chance.randrange(len(text) - size + 1)
-            text = text[begin : begin + size] * (length // size + 1)
-        body = _hidden(text[:length], facts, (length - distance) // size, size, chance)
+        begin = chance.randrange(len(text) - size + 1)
+        copies = text[begin : begin + size] * (length // size + 1)
+        step = size if number % 2 else 1
+        body = _hidden(copies[:length], facts, (length - distance) // step, step, chance)
         chance.shuffle(facts)
         made.append(_prompt(body, facts))
     return made
@@ -102,13 +106,13 @@ class _Fact(NamedTuple):
 
 
 def _hidden(
-    text: list[int], facts: Sequence[_Fact], places: int, size: int, chance: random.Random
+    text: list[int], facts: Sequence[_Fact], places: int, step: int, chance: random.Random
 ) -> list[int]:
-    """The text with facts at random places: one of the first ``places`` multiples of ``size`` each."""
+    """The text with facts at random places: one of the first ``places`` multiples of ``step`` each."""
     body = list(text)
     chosen = sorted((chance.randrange(max(1, places)) for _ in facts), reverse=True)
     for place, fact in zip(chosen, facts, strict=True):
-        body[place * size : place * size] = fact.stated
+        body[place * step : place * step] = fact.stated
     return body
 
 

@@ -129,7 +129,7 @@ def summary(plan: SharingPlan, explore: ExploreArgs, windows: dict[str, int]) ->
     losses = found.get("losses", {})
     for kind, dense in losses.get("dense", {}).items():
         own = losses["plan"][kind]
-        what = "text" if kind == "text" else "repeated random tokens"
+        what = "text" if kind == "text" else "numbers that stand far back"
         change = f"perplexity x {math.exp(own - dense):.3f}"
         lines.append(f"measured loss on {what}: dense {dense:.4f}, plan {own:.4f} nats per token ({change})")
     if explore.target == "vllm":

@@ -278,13 +278,20 @@ def test_measured_losses_are_those_of_a_model_with_the_plan(overrides, tmp_path)
     )
     for name, given in (("dense", None), ("plan", plan)):
         model = pod.load_model(resolve_model("package:tiny"), plan=given, dtype=torch.float64, **WINDOWS)
+        text = exploration.read()
+        prompts = measure_module.needle_prompts_of(exploration, model.config, text, held_out=True)
         kinds = {
-            "text": exploration.read()[:2],
-            "repeated": measure_module.repeated_sequences(exploration, model.config),
+            "text": [model(row[None], labels=row[None]).loss.item() for row in text[:2]],
+            "retrieval": [loss_of_answers(model, prompt) for prompt in prompts],
         }
-        for kind, sequences in kinds.items():
-            losses = [model(row[None], labels=row[None]).loss.item() for row in sequences]
+        for kind, losses in kinds.items():
             assert plan.provenance["losses"][name][kind] == pytest.approx(sum(losses) / len(losses), rel=1e-9)
+
+
+def loss_of_answers(model, prompt):
+    """The mean loss of the answers of a prompt, in nats per token."""
+    logits = model(prompt.input_ids[None]).logits[0, prompt.answers]
+    return torch.nn.functional.cross_entropy(logits, prompt.input_ids[prompt.answers + 1]).item()
 
 
 @pytest.mark.slow
@@ -306,20 +313,15 @@ def test_the_measured_loss_of_a_packed_plan_is_that_of_decoding_through_its_cach
     exploration = Exploration(
         tmp_path, settings, resolve_model("package:tiny"), WINDOWS, recipe.explore, tmp_path / "no data"
     )
-    kinds = {
-        "text": exploration.read()[:2],
-        "repeated": measure_module.repeated_sequences(exploration, model.config),
-    }
-    for kind, sequences in kinds.items():
-        losses = []
-        for row in sequences:
-            cache = pod.make_cache(model, "pod")
-            steps = [model(row[None, i : i + 1], past_key_values=cache).logits[0, -1] for i in range(223)]
-            losses.append(torch.nn.functional.cross_entropy(torch.stack(steps), row[1:]).item())
-        found = plan.provenance["losses"]["plan"][kind]
-        assert found == pytest.approx(sum(losses) / len(losses), rel=1e-9)
-        alone = plan_loss(model, replace(plan, bits=None), sequences)
-        assert abs(found - alone) > 1e-7
+    losses = []
+    for row in exploration.read()[:2]:
+        cache = pod.make_cache(model, "pod")
+        steps = [model(row[None, i : i + 1], past_key_values=cache).logits[0, -1] for i in range(223)]
+        losses.append(torch.nn.functional.cross_entropy(torch.stack(steps), row[1:]).item())
+    found = plan.provenance["losses"]["plan"]["text"]
+    assert found == pytest.approx(sum(losses) / len(losses), rel=1e-9)
+    alone = plan_loss(model, replace(plan, bits=None), exploration.read()[:2])
+    assert abs(found - alone) > 1e-7
     assert "with 16 bits in every layer" in capsys.readouterr().out
     curve = json.loads((tmp_path / "run" / "plan" / "pareto.json").read_text())
     chosen = next(x for x in curve["points"] if x["units"] == curve["chosen"]["units"])
@@ -464,7 +466,7 @@ def test_dry_run_names_the_cost(overrides, capsys):
     )
     printed = capsys.readouterr().out
     assert "roles: [window]" in printed
-    assert "nats: two forward passes and one backward pass over 3 x 48 = 144 tokens and 8 prompts" in printed
+    assert "nats: one forward and one backward pass over 3 x 48 = 144 tokens and 12 prompts" in printed
 
 
 @pytest.mark.slow

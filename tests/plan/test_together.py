@@ -89,6 +89,26 @@ def test_followers_their_leads_and_bits_keep_their_roles():
     assert least == pytest.approx(min(cost(windows, one, lead4) for one in choices) + 0.5)
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_windows_between_a_lead_and_its_follower_stay(seed):
+    windows = costs_of_windows(5, 2, seed)
+    plan = SharingPlan(lead=[[0, 0], [None, None], [0, 2], [3, None], [None, 4]])
+    held = [(1, 0), (1, 1), (3, 1), (4, 0)]
+    before = sum(windows[a + b] for a in held for b in held if a == b) + 0.25  # 0.25: the follower
+    found, least = rechosen(plan, float(before), windows)
+    assert [row[0] for row in found.lead[:3]] == [0, None, 0] and found.num_windows == 4
+    free = [(0, 1), (1, 1), (2, 1), (3, 0), (3, 1), (4, 0), (4, 1)]
+    costs = []
+    for chosen in itertools.combinations(free, 3):
+        lead = [
+            [None if (layer, head) in {*chosen, (1, 0)} else layer for head in range(2)] for layer in range(5)
+        ]
+        lead[2][0] = 0
+        costs.append(cost(windows, SharingPlan(lead=lead)) + 0.25)
+    assert least == pytest.approx(cost(windows, found) + 0.25)
+    assert min(costs) - 1e-12 <= least <= sorted(costs)[1] + 1e-12, "the best of all choices, or the next one"
+
+
 def test_where_costs_add_up_the_plans_are_those_of_the_curve():
     alone = np.random.default_rng(2).random((5, 3))
     windows = np.diag(alone.ravel()).reshape(5, 3, 5, 3)
