@@ -63,7 +63,9 @@ class Naive:
         return (sum(errors) * self.gradients[layer]).sum(-1)
 
     def cost(self, layer, errors):
-        return self.changes(layer, errors)[self.positions].square().mean() / 2
+        """Every error against the gradient of every position with distant tokens."""
+        gradients = self.gradients[layer][self.distant.logical_and(self.causal).any(-1)]
+        return (sum(errors)[self.positions] @ gradients.T).square().mean() / 2
 
     def following(self, lead, layer, of, query_head):
         logits = torch.where(self.distant, self.logits(lead, of), self.logits(layer, query_head))
