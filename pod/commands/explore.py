@@ -185,6 +185,8 @@ def keep_other_plan(path: Path, plan: Any) -> None:
 
 def estimate(recipe: Recipe) -> str:
     """Text for `--dry-run`: tokens, memory and disk space. It needs the model's configuration only."""
+    import torch
+
     from pod.plan.exploration import check_model, describe_cost, sinks_of, windows_of
     from pod.training.run.start_model import model_config, source_config
 
@@ -192,7 +194,8 @@ def estimate(recipe: Recipe) -> str:
     config, _ = model_config(replace(recipe.model, layout="dense", plan=None, sinks=None), recipe.output_dir)
     if not recipe.explore.heads:
         check_model(config, recipe.explore, windows_of(recipe))
-    return describe_cost(config, recipe.explore, sinks_of(recipe))
+    itemsize = getattr(torch, recipe.model.dtype).itemsize
+    return describe_cost(config, recipe.explore, sinks_of(recipe), itemsize)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

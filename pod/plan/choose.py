@@ -149,7 +149,7 @@ def choose(costs: MeasuredCosts, explore: ExploreArgs, windows: dict[str, int]) 
     provenance |= _settings(explore, plans, units)
     curve = plans.curve
     if isinstance(curve, PackedFrontier):
-        provenance |= {"bits": list(explore.bits), "plan_cost_bound": float(curve.bound[units:].min())}
+        provenance["bits"] = list(explore.bits)
     without = {}
     for name, rest in _forbidding(explore).items():
         without[name], *_ = _solve(total, rest, windows, head_dim, units / curve.pair_units)

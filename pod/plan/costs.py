@@ -21,17 +21,17 @@ many nats the prediction of the text's tokens moves away from that of the dense 
 All but ``windows`` are measured at sampled queries that have distant tokens, and are taken to add up. There
 are few of these, and ``(g · e)²`` varies too much among them: followers that only seem to be cheap would be
 chosen. So the mean of ``g gᵀ`` over all positions with distant tokens stands for it: the cost is the mean of
-``eᵀ mean(g gᵀ) e / 2`` over the sampled queries. That is the same if g and e are independent. (For windows of
-SmolLM2-135M, 16 queries of ``(g · e)²`` gave 0.16 to 0.73 times the cost of all positions, in the median over
-heads; the mean of ``g gᵀ`` gave 1.0 to 1.4 times.)
+``eᵀ mean(g gᵀ) e / 2`` over the sampled queries, times the share of positions that have distant tokens. That
+is the same if g and e are independent. (For windows of SmolLM2-135M, 16 queries of ``(g · e)²`` gave 0.14 to
+0.64 times the cost of all positions, in the median over heads; the mean of ``g gᵀ`` gave 0.9 to 1.2 times.)
 
 Costs are measured on text, and where retrieval is all there is to do: those of windows on prompts that ask
 for a number far back (``needles.py``, `measure_retrieval`), the others on random tokens that are repeated.
 All are in nats, so their sum needs a weight and no scale.
 
 L counts the layers that were trained to see every token. Other layers keep their windows under every plan.
-Beside the model, measuring holds the residual stream before every layer, and, where heads may follow, the
-distant attention rows of the sampled queries of all layers: ``4 · L · Hq · q · n`` bytes.
+Beside the model, measuring holds what `held_activations` counts, and, where heads may follow, the distant
+attention rows of the sampled queries of all layers: ``4 · L · Hq · q · n`` bytes.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -62,7 +62,7 @@ from pod.plan.recording import (
 )
 from pod.plan.solve import Floats
 
-RETRIEVAL = "_retrieval"  # ends the name of a cost that was measured on repeated random tokens
+RETRIEVAL = "_retrieval"  # ends the name of a cost that was measured on prompts or repeated tokens
 MAX_COST = 1000.0  # larger costs are cut down to it
 SHARE = 0.3
 """How far from the dense model, on the way to windows in all heads, retrieval is measured."""
@@ -102,7 +102,7 @@ def cost_shapes(layers: int, heads: int, followers: bool = True) -> dict[str, tu
 
 
 def total_costs(tensors: Mapping[str, Tensor], retrieval_weight: float) -> dict[str, Floats]:
-    """For each name of `cost_shapes`: the cost on text, plus `retrieval_weight` x that on repeated tokens.
+    """For each name of `cost_shapes`: the cost on text, plus `retrieval_weight` x that of retrieval.
 
     FOLLOWER_COSTS are left out where none of them was measured.
 
@@ -240,7 +240,7 @@ def measure_query_head_errors(model: PodForCausalLM, input_ids: Tensor, num_quer
         of_query_heads = blocks.diagonal(dim1=1, dim2=3).movedim(-1, 1)  # [H, G, d, d]
         for lead, rows in enumerate(lower):
             alone = own.errors(rows).unsqueeze(-3)  # [Hl, H, G, 1, q, d]: of one query head each
-            found[lead, layer] = mean_nats(alone, of_query_heads).flatten(1)
+            found[lead, layer] = mean_nats(alone, of_query_heads).flatten(1) * own.sample.share
     return found.nan_to_num_(MAX_COST).clamp_(max=MAX_COST)
 
 
@@ -310,8 +310,7 @@ class _Reading(NamedTuple):
         """Read one sequence ``[1, n]``; arguments as those of `measure_costs`."""
         config = model.config
         n, windows = input_ids.shape[1], (config.num_sink_tokens, config.num_recent_tokens)
-        sample = sample_queries(n, num_queries, *windows)
-        sample = QuerySample(*(x.to(input_ids.device) for x in sample))
+        sample = sample_queries(n, num_queries, *windows).to(input_ids.device)
         metrics: list[Tensor] = []
         changes: list[Tensor] = []
 
@@ -413,7 +412,7 @@ class _Layer:
 
     def cost(self, errors: Tensor) -> Tensor:
         """The cost of each KV head ``[…, H]`` from errors ``[…, H, G, q, d]``; fp64 on the CPU."""
-        return mean_nats(errors, self.metric)
+        return mean_nats(errors, self.metric) * self.sample.share
 
 
 def _packed(x: Tensor, per_channel: bool) -> Tensor:

@@ -22,6 +22,7 @@ from pod.models import resolve_model
 from pod.plan.args import ExploreArgs
 from pod.plan.costs import cost_shapes
 from pod.plan.engines import window_counts
+from pod.plan.gradients import held_activations
 from pod.plan.recording import planned_layers, sample_queries
 from pod.plan.solve import Curve, Floats, PackedCosts, solve
 from pod.tokenizer import load_tokenizer
@@ -310,12 +311,13 @@ def process_group() -> Iterator[int]:
         dist.destroy_process_group()
 
 
-def describe_cost(config: Any, explore: ExploreArgs, sinks: str = "tokens") -> str:
+def describe_cost(config: Any, explore: ExploreArgs, sinks: str = "tokens", itemsize: int = 2) -> str:
     """Text for `--dry-run`: how many tokens `pod explore` reads, and its memory beside the weights.
 
     Args:
         config: of the model.
         sinks: see `sinks_of`.
+        itemsize: bytes of a number of the model.
     """
     if explore.heads:
         num_tokens = min(explore.head_tokens, config.max_position_embeddings // explore.head_repeats)
@@ -328,16 +330,22 @@ def describe_cost(config: Any, explore: ExploreArgs, sinks: str = "tokens") -> s
     if explore.cost == "nats":
         losses = min(count, explore.loss_sequences)
         if explore.retrieval_sequences and "window" in (explore.roles or []):
-            what += f" and {explore.retrieval_sequences} prompts"
+            what += f" and {explore.retrieval_sequences} prompts (which are read once more)"
+        repeated = min(REPEATED_SEQUENCES, explore.retrieval_sequences)
+        if "follow" in (explore.roles or []) or 4 in explore.bits:
+            what += f", {repeated} x {n} repeated tokens"
         if "follow" in (explore.roles or []):
-            repeated = min(REPEATED_SEQUENCES, explore.retrieval_sequences)
             matching = min(repeated, MATCHING_SEQUENCES) + min(count, MATCHING_SEQUENCES)
-            what += f", {repeated} x {n} repeated tokens, the same over {matching} sequences to match heads"
-        what += f", one forward pass over {losses} with and without the plan for the loss"
+            what += f", the same over {matching} sequences to match heads"
+        answers = f" and {LOSS_PROMPTS} prompts" if explore.retrieval_sequences else ""
+        what += f", one forward pass over {losses} sequences{answers} with and without the plan for the loss"
         if sinks == "constant":
             what += f", one over {min(count, CALIBRATION_SEQUENCES)} for windows with constant sinks"
     if explore.roles == ["window"]:
         layers = 1  # rows are kept for layers above that may follow
     size = 4e-6 * layers * heads * q * n
     rows = f"{size:.0f} MB of attention rows ({layers} layers x {heads} heads x {q} x {n} fp32)"
-    return f"{what}, divided among the ranks\nmemory per rank: the model, {rows}"
+    memory = f"memory per rank: the model, {rows}"
+    if explore.cost == "nats":
+        memory += f", {held_activations(config, n, itemsize) / 1e6:,.0f} MB of activations"
+    return f"{what}, divided among the ranks\n{memory}"

@@ -30,9 +30,6 @@ from pod.plan.recording import AttentionInputs, ReadText, check_one, inputs_of, 
 LOGIT_BYTES = 1 << 28  # most bytes of logits in memory at a time
 HELD_BYTES = 6 << 30
 """Activations of a text are held up to this size. Larger ones are computed again, layer by layer."""
-ACTIVATIONS = 40
-"""Numbers that a layer holds for each token, in units of its hidden size (SmolLM2-135M: 36)."""
-
 Objective = Callable[[PodForCausalLM, Tensor], Tensor]
 """A function of the model and the residual stream behind the last layer, both ``[1, n, hidden]``.
 
@@ -77,8 +74,8 @@ def read_with_gradients(
     hidden_states, context = start(model, input_ids)
     reader = _Reader(windows, context, input_ids.device, receive)
     streams = [hidden_states.detach().requires_grad_()]
-    numbers = len(model.model.layers) * hidden_states.numel() * ACTIVATIONS
-    is_held = numbers * hidden_states.element_size() <= HELD_BYTES
+    n, itemsize = hidden_states.shape[1], hidden_states.element_size()
+    is_held = len(model.model.layers) * layer_activations(model.config, n, itemsize) <= HELD_BYTES
     with torch.enable_grad():
         for number, layer in enumerate(model.model.layers):
             place = planned.index(number) if number in planned else None
@@ -88,6 +85,26 @@ def read_with_gradients(
     gradient = objective(model, streams[-1].detach())
     torch.autograd.grad(streams[-1], streams[0], gradient)  # calls `receive`
     return ReadText([stream.detach() for stream in streams], context, input_ids.device)
+
+
+def layer_activations(config: Any, num_tokens: int, itemsize: int) -> int:
+    """About how many bytes the activations of one layer have, for a text of so many tokens."""
+    heads = config.num_attention_heads + config.num_key_value_heads
+    numbers = 18 * config.hidden_size + 5 * config.intermediate_size + 4 * heads * config.head_dim
+    return num_tokens * numbers * itemsize
+
+
+def held_activations(config: Any, num_tokens: int, itemsize: int) -> int:
+    """Bytes of activations that `read_with_gradients` holds for a text of so many tokens.
+
+    These are those of all layers where they fit in `HELD_BYTES`. Else they are those of one layer, and the
+    residual stream and the outputs of the heads in every layer.
+    """
+    of_layer = layer_activations(config, num_tokens, itemsize)
+    if config.num_hidden_layers * of_layer <= HELD_BYTES:
+        return config.num_hidden_layers * of_layer
+    outputs = config.hidden_size + config.num_attention_heads * config.head_dim
+    return config.num_hidden_layers * num_tokens * outputs * itemsize + of_layer
 
 
 class _Reader(NamedTuple):
@@ -111,14 +128,14 @@ class _Reader(NamedTuple):
         share = self.windows.share
 
         def watch(_: Any, given: tuple[Tensor, ...]) -> tuple[Tensor]:
-            dense = given[0]
-            out = dense
+            out = given[0]
+            before, dense = stream.detach(), out.detach()  # a hook that held the graph would never be freed
             if share:
-                out = dense + share * self._change(layer, place, stream, dense).to(dense.dtype)
+                out = out + share * self._change(layer, place, stream, out).to(out.dtype)
 
             def pass_on(gradient: Tensor) -> None:
                 with torch.no_grad():
-                    change = self._change(layer, place, stream, dense)
+                    change = self._change(layer, place, before, dense)
                     by_head = (self._by_head(one, layer.self_attn.head_dim) for one in (change, gradient))
                     self.receive(number, *by_head)
 
@@ -134,8 +151,8 @@ class _Reader(NamedTuple):
     def _change(self, layer: Any, place: int, stream: Tensor, dense: Tensor) -> Tensor:
         """``o' - o`` of all heads side by side, ``[1, n, Hq · d]``, at least fp32, where ``dense`` is."""
         sink = None if self.windows.sinks is None else self.windows.sinks[place]
-        inputs = inputs_of(layer, stream, self.context, dense.device)
-        near = near_output(inputs, self.windows.window, sink)
+        inputs = inputs_of(layer, stream, self.context, self.device)
+        near = near_output(inputs, self.windows.window, sink).to(dense.device)
         return near.transpose(1, 2).reshape(dense.shape) - dense
 
     def _by_head(self, outputs: Tensor, head_dim: int) -> Tensor:

@@ -58,7 +58,7 @@ from pod.training.run.mesh import from_rank_0
 from pod.verbosity import is_quiet
 
 COSTS_NAME, HEADS_NAME = "plan_costs.safetensors", "retrieval_heads.json"
-SCHEMA_VERSION = "3"  # of files of measurements; other versions are refused
+SCHEMA_VERSION = "2"  # of files of measurements; other versions are refused
 REPEATS = 4  # copies of the random tokens of a repeated sequence
 UNIT = 2.0**-40  # of the integer sums; int64 holds sums below 2^23
 S = TypeVar("S")
@@ -73,9 +73,9 @@ class MeasuredCosts:
     Attributes:
         tensors: means over sequences, fp64, by name. A similarity is ``similarity`` ``[L, L, Hq]``. Costs
             are those of `cost_shapes`, once measured on text and once, with RETRIEVAL behind their names, on
-            repeated tokens. Where heads may follow, ``order`` ``[L, L, H, H, G]`` is there too, see
-            `match_query_heads`. With constant sinks there are also ``sink_logits`` ``[L, Hq]`` and
-            ``sink_values`` ``[L, H, d]``.
+            prompts (windows) or repeated tokens (the others). Where heads may follow, ``order``
+            ``[L, L, H, H, G]`` is there too, see `match_query_heads`. With constant sinks there are also
+            ``sink_logits`` ``[L, Hq]`` and ``sink_values`` ``[L, H, d]``.
         provenance: model, number of its KV heads, sources, windows, tokens n of a sequence, queries q, number
             N of sequences, seed and fingerprints. Where some layers were trained with windows, also
             ``layers``, the L layers that are measured, and ``num_layers``, the number of all layers.
@@ -130,17 +130,27 @@ def find_costs(exploration: Exploration, say: Say = print) -> MeasuredCosts:
 
     Arguments and errors are those of `find_similarity`.
     """
-    wanted: dict[str, Any] = {"retrieval_sequences": exploration.explore.retrieval_sequences}
+    explore = exploration.explore
+    wanted: dict[str, Any] = {"retrieval_sequences": explore.retrieval_sequences, "unit": "nats per token"}
     wanted |= exploration.windows
     if not exploration.windows["num_sink_tokens"]:  # a measurement with stored first tokens names no sinks
         wanted["sinks"] = exploration.sinks
-    needed = FOLLOWER_COSTS if _may_follow(exploration) else ()
+    needed = list(FOLLOWER_COSTS) if _may_follow(exploration) else []
+    if explore.retrieval_sequences and _may_have_windows(exploration):
+        needed.append("windows" + RETRIEVAL)
+    if explore.retrieval_sequences and 4 in explore.bits:
+        needed.append("lead4" + RETRIEVAL)
     return _find(exploration, COSTS_NAME, _measure_costs, wanted, say, needed)
 
 
 def _may_follow(exploration: Exploration) -> bool:
     """Whether the settings allow heads to follow, so that costs of followers are needed."""
     return "follow" in (exploration.explore.roles or [])
+
+
+def _may_have_windows(exploration: Exploration) -> bool:
+    """Whether the settings allow windows, so that their costs of retrieval are needed."""
+    return "window" in (exploration.explore.roles or [])
 
 
 def find_heads(exploration: Exploration) -> RetrievalHeads:
@@ -312,6 +322,7 @@ def _measure_costs(
     """
     queries, config = exploration.explore.num_queries, model.config
     layers, heads = len(planned_layers(config)), config.num_attention_heads
+    prompts = needle_prompts_of(exploration, config, sequences)
     repeated = []
     if _may_follow(exploration) or 4 in exploration.explore.bits:
         repeated = repeated_sequences(exploration, config)
@@ -344,9 +355,9 @@ def _measure_costs(
             continue
         parts = mean(name, flat, (sum(sizes),), texts).split(sizes)
         for (role, shape), part in zip(shapes.items(), parts, strict=True):
-            tensors[role + ending] = part.view(shape)
-    if "window" in (exploration.explore.roles or []) and exploration.explore.retrieval_sequences:
-        prompts = needle_prompts_of(exploration, config, sequences)
+            if role != "windows" or not ending:
+                tensors[role + ending] = part.view(shape)
+    if prompts:
         pairs = layers, config.num_key_value_heads
         alone = mean("retrieval", lambda one: measure_retrieval(model, one, sinks), pairs, prompts)
         tensors["windows" + RETRIEVAL] = alone.flatten().diag().view(shapes["windows"])
@@ -356,20 +367,20 @@ def _measure_costs(
 def needle_prompts_of(
     exploration: Exploration, config: Any, sequences: Sequence[Tensor], held_out: bool = False
 ) -> list[Prompt]:
-    """The prompts on which retrieval is measured; none where the settings want none.
+    """The prompts on which retrieval is measured; none where the settings want none, or no windows.
 
     Args:
         sequences: text of the prompts.
         held_out: make `LOSS_PROMPTS` other ones, on which the loss of a plan is measured.
     """
     explore, seed = exploration.explore, exploration.settings["seed"]
-    if not explore.retrieval_sequences:
+    if not explore.retrieval_sequences or not _may_have_windows(exploration):
         return []
     return needle_prompts(
         exploration.load_tokenizer(),
         sequences,
         count=LOSS_PROMPTS if held_out else explore.retrieval_sequences,
-        distance=sum(exploration.windows.values()),
+        windows=(exploration.windows["num_sink_tokens"], exploration.windows["num_recent_tokens"]),
         longest=config.max_position_embeddings,
         seed=seed + 1 if held_out else seed,
     )
@@ -407,8 +418,9 @@ def reusable(
         return None
     found = load(path)
     changed = sorted(key for key, value in wanted.items() if found.provenance.get(key) != value)
-    if any(name not in found.tensors for name in needed):
-        changed.append("roles (it has no costs of followers)")
+    missing = [name for name in needed if name not in found.tensors]
+    if missing:
+        changed.append(f"roles or bits (it has no {', '.join(missing)})")
     if not changed:
         say(f"explore: {path} fits the settings and is used again")
         return found

@@ -7,6 +7,7 @@ the copies, as in passkey tests. Both kinds are needed: among copies, other head
 The facts, the questions and their words are not those of any task of `pod eval`.
 """
 
+import itertools
 import random
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -46,14 +47,21 @@ class Prompt(NamedTuple):
 
 
 def needle_prompts(
-    tokenizer: Any, texts: Sequence[Tensor], count: int, distance: int, longest: int, seed: int = 0
+    tokenizer: Any,
+    texts: Sequence[Tensor],
+    count: int,
+    windows: tuple[int, int],
+    longest: int,
+    seed: int = 0,
 ) -> list[Prompt]:
     """Make ``count`` prompts, by turns of text and of a passage that is repeated.
 
     Args:
-        texts: token ids ``[n]`` each. A prompt has ``2 · distance`` tokens of one of them, at least
-            `SHORTEST` where the text has as many, and facts, questions and answers.
-        distance: tokens that stand at least between a fact and the end of the text.
+        texts: token ids ``[n]`` each. A prompt has twice as many tokens of one of them as windows have, at
+            least `SHORTEST` where the text has as many, and facts, questions and answers. It begins with the
+            tokenizer's first token where the text does.
+        windows: first and recent tokens that a window keeps. Facts stand behind the first ones, and as far
+            from the end of the text as a window is long.
         longest: tokens that the model can read; longer texts are cut.
 
     Raises:
@@ -63,27 +71,52 @@ def needle_prompts(
     made = []
     for number in range(count):
         text = texts[number % len(texts)].tolist()
-        fact = FACTS[number // 2 % len(FACTS)]
         words = chance.sample(WORDS, FACTS_OF_A_PROMPT)
-        facts = [_Fact.of(tokenizer, *fact, word, chance) for word in words]
-        wanted = min(len(text), max(2 * distance, SHORTEST))
-        length = min(wanted, longest - sum(one.size for one in facts))
-        if length <= distance:
-            raise ValueError(
-                f"the model reads {longest} tokens, which leaves {max(0, length)} beside questions and "
-                f"answers, but facts must stand {distance} tokens back: lower the windows, or set "
-                "explore.retrieval_sequences=0"
-            )
-        size = length
-        if number % 2:
-            size = min(chance.choice(PASSAGES), length)
-        begin = chance.randrange(len(text) - size + 1)
-        copies = text[begin : begin + size] * (length // size + 1)
-        step = size if number % 2 else 1
-        body = _hidden(copies[:length], facts, (length - distance) // step, step, chance)
+        wording = FACTS[number // 2 % len(FACTS)]
+        facts = [_Fact.of(tokenizer, *wording, word, chance) for word in words]
+        first = text[:1] if text[0] == tokenizer.bos_token_id else []
+        room = longest - len(first) - sum(fact.size for fact in facts)
+        body = _body(text[len(first) :], facts, windows, room, number % 2 == 1, chance)
         chance.shuffle(facts)
-        made.append(_prompt(body, facts))
+        made.append(_prompt(first + body, facts))
     return made
+
+
+def _body(
+    text: list[int],
+    facts: Sequence["_Fact"],
+    windows: tuple[int, int],
+    room: int,
+    repeats: bool,
+    chance: random.Random,
+) -> list[int]:
+    """The tokens of a text, or of one passage of it again and again, with facts among them.
+
+    Args:
+        windows: see `needle_prompts`.
+        room: tokens that the model can read beside the facts, questions and answers.
+        repeats: whether one passage is repeated. Facts then stand in front of a copy.
+
+    Raises:
+        ValueError: the text is too short for facts so far back.
+    """
+    distance = sum(windows)
+    length = min(len(text), max(2 * distance, SHORTEST), room)
+    if length <= distance:
+        raise ValueError(
+            f"a text of {len(text)} tokens, of which the model can read {max(0, room)} beside questions and "
+            f"answers, is too short for facts that stand {distance} tokens back: raise "
+            "explore.sequence_length, lower the windows, or set explore.retrieval_sequences=0"
+        )
+    size = min(chance.choice(PASSAGES), length) if repeats else length
+    begin = chance.randrange(len(text) - size + 1)
+    body = (text[begin : begin + size] * (length // size + 1))[:length]
+    places = range(0, length - distance + 1, size if repeats else 1)
+    behind = [place for place in places if place >= windows[0]] or [length - distance]
+    chosen = sorted((chance.choice(behind) for _ in facts), reverse=True)
+    for place, fact in zip(chosen, facts, strict=True):
+        body[place:place] = fact.stated
+    return body
 
 
 class _Fact(NamedTuple):
@@ -97,23 +130,16 @@ class _Fact(NamedTuple):
     def of(cls, tokenizer: Any, stated: str, question: str, word: str, chance: random.Random) -> "_Fact":
         """A fact about a word, with a number of four to six digits."""
         number = "".join(chance.choice("0123456789") for _ in range(chance.choice((4, 5, 6))))
-        texts = stated.format(word=word, number=number), "\n" + question.format(word=word), f" {number}"
-        return cls(*(tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts))
+        asked = "\n" + question.format(word=word)
+        texts = stated.format(word=word, number=number), asked, f"{asked} {number}"
+        fact, alone, whole = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts)
+        pairs = zip(alone, whole, strict=False)
+        same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+        return cls(fact, whole[:same], whole[same:])
 
     @property
     def size(self) -> int:
         return sum(map(len, self))
-
-
-def _hidden(
-    text: list[int], facts: Sequence[_Fact], places: int, step: int, chance: random.Random
-) -> list[int]:
-    """The text with facts at random places: one of the first ``places`` multiples of ``step`` each."""
-    body = list(text)
-    chosen = sorted((chance.randrange(max(1, places)) for _ in facts), reverse=True)
-    for place, fact in zip(chosen, facts, strict=True):
-        body[place * step : place * step] = fact.stated
-    return body
 
 
 def _prompt(body: list[int], asked: Sequence[_Fact]) -> Prompt:

@@ -31,6 +31,8 @@ from pod.plan.choose import Choice
 from pod.plan.engines import EngineCache, describe_engine, window_counts
 from pod.plan.plan_progress import steps
 
+MOST_POINTS = 100
+"""Most points of a curve, about. With 1,000 heads, choosing the windows of a point takes seconds."""
 SCHEMA_VERSION = 1  # of the curve that `pareto` makes
 # What `Choice.without` and the provenance call a thing that was forbidden → how reports call it.
 FORBIDDEN = {
@@ -45,7 +47,8 @@ def pareto(choice: Choice, explore: ExploreArgs, windows: dict[str, int]) -> dic
 
     Each point has its saving, the least cost, the least cost of saving as much or more when one role or
     packing is forbidden, and the numbers of roles in the plan. There is a point for each half of a pair's
-    bytes, and one for the chosen plan. A saving is the share of bytes at ``budget_length`` tokens.
+    bytes, at most about `MOST_POINTS`, and one for the chosen plan. A saving is the share of bytes at
+    ``budget_length`` tokens.
 
     Heads have one order on the whole curve: the order that was found for the chosen plan. A curve with a role
     forbidden has an order of its own.
@@ -57,7 +60,8 @@ def pareto(choice: Choice, explore: ExploreArgs, windows: dict[str, int]) -> dic
     assert choice.plans is not None, "a greedy plan has no curve"
     frontier, chosen = choice.plans.curve, choice.units
     pair = frontier.pair_units
-    every = {frontier.cheapest(units) for units in range(0, len(frontier.costs), pair // 2)} | {chosen}
+    wanted = range(0, len(frontier.costs), max(pair // 2, len(frontier.costs) // MOST_POINTS))
+    every = {frontier.cheapest(units) for units in wanted} | {chosen}
     points = []
     for units in steps(sorted(every), "curve"):
         plan = replace(choice.plan_at(units), head_dim=choice.plan.head_dim)

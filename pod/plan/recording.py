@@ -177,11 +177,18 @@ class QuerySample(NamedTuple):
         positions: ``[q]``, of the queries.
         future: ``[q, n]``, whether the token comes after the query.
         distant: ``[q, n]``, whether the token is distant from the query.
+        share: of the sequence's positions that have distant tokens.
     """
 
     positions: Tensor
     future: Tensor
     distant: Tensor
+    share: float
+
+    def to(self, device: torch.device) -> "QuerySample":
+        """The same on another device."""
+        tensors = (x.to(device) for x in (self.positions, self.future, self.distant))
+        return QuerySample(*tensors, share=self.share)
 
 
 def sample_queries(n: int, num_queries: int, num_sink_tokens: int, num_recent_tokens: int) -> QuerySample:
@@ -202,4 +209,5 @@ def sample_queries(n: int, num_queries: int, num_sink_tokens: int, num_recent_to
     positions = (n - 1 - torch.arange(num_queries) * (n - first) // num_queries).flip(0)
     key = torch.arange(n)
     query = positions[:, None]
-    return QuerySample(positions, key > query, (key >= num_sink_tokens) & (key <= query - num_recent_tokens))
+    distant = (key >= num_sink_tokens) & (key <= query - num_recent_tokens)
+    return QuerySample(positions, key > query, distant, (n - first) / n)

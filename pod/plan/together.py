@@ -80,7 +80,7 @@ class Plans:
         first = -(-units * self.curve.pair_units // pair_units)  # in this curve's units, rounded up
         if not np.isfinite(self.curve.costs[first:]).any():
             return None
-        return self.at(self.cheapest(first))[1]
+        return self.at(self.curve.cheapest(first))[1]
 
 
 def rechosen(

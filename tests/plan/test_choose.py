@@ -157,7 +157,7 @@ def test_bits_are_chosen_with_the_roles():
     assert plan.bits is not None and plan.bits.count(4) >= 4 and plan.num_windows
     assert plan.saving(100_000, **windows) >= 0.75 - 0.01
     found = plan.provenance
-    assert found["plan_cost_bound"] <= found["plan_cost"] < found["plan_cost_without_4_bits"]
+    assert found["plan_cost"] < found["plan_cost_without_4_bits"]
     assert cost_of_plan(plan, total_costs(costs.tensors, 0.5)) == pytest.approx(found["plan_cost"])
     beyond = explore_args(bits="16,4", roles="follow", target_saving=0.45, budget_length=100_000)
     assert (
@@ -350,7 +350,7 @@ def test_costs_of_an_old_schema_are_one_line(overrides, tmp_path):
     (tmp_path / "run" / "plan").mkdir(parents=True)
     path = tmp_path / "run" / "plan" / "plan_costs.safetensors"
     save_file({"projected": torch.zeros(4, 4, 2)}, path, metadata={"schema": "1", "provenance": "{}"})
-    with pytest.raises(ValueError, match="of schema 3 .*schema is 1.* delete it and measure again") as seen:
+    with pytest.raises(ValueError, match="of schema 2 .*schema is 1.* delete it and measure again") as seen:
         explore.main(load_recipe(None, overrides))
     assert "\n" not in str(seen.value)
 
@@ -466,7 +466,8 @@ def test_dry_run_names_the_cost(overrides, capsys):
     )
     printed = capsys.readouterr().out
     assert "roles: [window]" in printed
-    assert "nats: one forward and one backward pass over 3 x 48 = 144 tokens and 12 prompts" in printed
+    assert "nats: one forward and one backward pass over 3 x 48 = 144 tokens and 12 prompts (" in printed
+    assert " MB of activations\n" in printed
 
 
 @pytest.mark.slow
@@ -489,7 +490,7 @@ def test_explore_measures_followers_only_where_heads_may_follow(overrides, tmp_p
     assert plan.num_windows and not plan.num_followers and not measured
     assert not {"order", "follow", "in_place", "follow4"} & set(costs.tensors)
     explore.main(load_recipe(None, overrides))
-    assert measured and "no costs of followers" in capsys.readouterr().out
+    assert measured and "it has no follow, in_place, follow4)" in capsys.readouterr().out
     everything = plan_and_costs(tmp_path)[1]
     assert torch.equal(everything.tensors["windows"], costs.tensors["windows"])
     measured.clear()

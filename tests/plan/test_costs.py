@@ -63,9 +63,10 @@ class Naive:
         return (sum(errors) * self.gradients[layer]).sum(-1)
 
     def cost(self, layer, errors):
-        """Every error against the gradient of every position with distant tokens."""
-        gradients = self.gradients[layer][self.distant.logical_and(self.causal).any(-1)]
-        return (sum(errors)[self.positions] @ gradients.T).square().mean() / 2
+        """Every error against the gradient of every position with distant tokens, per token of the text."""
+        has_distant = self.distant.logical_and(self.causal).any(-1)
+        products = sum(errors)[self.positions] @ self.gradients[layer][has_distant].T
+        return products.square().mean() / 2 * has_distant.double().mean()
 
     def following(self, lead, layer, of, query_head):
         logits = torch.where(self.distant, self.logits(lead, of), self.logits(layer, query_head))

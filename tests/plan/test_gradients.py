@@ -1,5 +1,8 @@
 """Gradients from the loss to what heads put out, layer by layer, against one graph of the whole model."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from plan_models import RECENT, SINKS, gradients_of_attention, make_model
@@ -110,3 +113,20 @@ def test_the_dense_model_has_no_divergence_from_itself(input_ids):
     assert gradient_of_divergence(model, stream, stream, at).abs().max() < 1e-15
     moved = gradient_of_divergence(model, 1.1 * stream + 0.1, stream, at)
     assert moved[0, at].abs().max() > 1e-5 and not moved[0, 4:30].any()
+
+
+@pytest.mark.parametrize("held", [True, False])
+@pytest.mark.parametrize("share", [0.0, 0.3])
+def test_nothing_of_a_text_that_was_read_is_left(input_ids, share, held, monkeypatch):
+    if not held:
+        monkeypatch.setattr(gradients, "HELD_BYTES", 0)
+    model, alive = make_model(6, 2), []
+    hooks = [
+        layer.self_attn.o_proj.register_forward_pre_hook(lambda _, given: alive.append(weakref.ref(given[0])))
+        for layer in model.model.layers
+    ]
+    read(model, input_ids, WINDOWS._replace(share=share))
+    for hook in hooks:
+        hook.remove()
+    gc.collect()
+    assert len(alive) >= 4 and all(one() is None for one in alive)

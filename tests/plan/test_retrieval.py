@@ -1,16 +1,18 @@
 """What windows cost where a number must be retrieved, against differences of the divergence."""
 
 import itertools
+import random
+import re
 
 import pytest
 import torch
-from plan_models import RECENT, SINKS, make_model
+from plan_models import make_model
 from transformers import AutoTokenizer
 
 from pod.modeling.model.sinks import Sink
 from pod.models import resolve_model
 from pod.plan.costs import SHARE, measure_retrieval
-from pod.plan.needles import FACTS_OF_A_PROMPT, WORDS, Prompt, needle_prompts
+from pod.plan.needles import FACTS_OF_A_PROMPT, WORDS, Prompt, _Fact, needle_prompts
 
 TOKENS = 29
 
@@ -89,7 +91,7 @@ def test_costs_are_derivatives_of_the_divergence(heads, constant):
 def test_prompts_ask_for_numbers_that_stand_far_back():
     tokenizer = AutoTokenizer.from_pretrained(resolve_model("package:tiny"))
     texts = [torch.randint(0, 200, (n,), generator=torch.Generator().manual_seed(n)) for n in (300, 420)]
-    prompts = needle_prompts(tokenizer, texts, 8, distance=100, longest=10_000, seed=1)
+    prompts = needle_prompts(tokenizer, texts, 8, windows=(20, 80), longest=10_000, seed=1)
     for prompt in prompts:
         after = prompt.answers + 1
         assert (after < len(prompt.input_ids)).all() and (after.diff() > 0).all()
@@ -98,24 +100,48 @@ def test_prompts_ask_for_numbers_that_stand_far_back():
         stated = tokenizer.decode(prompt.input_ids[: int(prompt.answers[0]) - 100])
         assert all(answer in stated for answer in answers)
         assert any(word in stated for word in WORDS)
-    again = needle_prompts(tokenizer, texts, 8, distance=100, longest=10_000, seed=1)
+    again = needle_prompts(tokenizer, texts, 8, windows=(20, 80), longest=10_000, seed=1)
     assert all(torch.equal(a.input_ids, b.input_ids) for a, b in zip(prompts, again, strict=True))
 
 
 def test_a_passage_is_repeated():
     tokenizer = AutoTokenizer.from_pretrained(resolve_model("package:tiny"))
     text = torch.arange(500) % 211
-    prompt = needle_prompts(tokenizer, [text], 2, distance=100, longest=10_000)[1]
+    prompt = needle_prompts(tokenizer, [text], 2, windows=(20, 80), longest=10_000)[1]
     ids = prompt.input_ids.tolist()
-    places = itertools.product(range(100), (20, 40, 80))
+    places = itertools.product(range(int(prompt.answers[0]) - 160), (20, 40, 80))
     assert any(ids[at : at + 20] == ids[at + size : at + size + 20] for at, size in places)
+
+
+def test_prompts_begin_as_texts_do_and_fit_the_model():
+    tokenizer = AutoTokenizer.from_pretrained(resolve_model("package:tiny"))
+    tokenizer.bos_token = tokenizer.convert_ids_to_tokens(7)
+    texts = [torch.tensor([7, *range(20, 420)])]
+    for prompt in needle_prompts(tokenizer, texts, 6, windows=(9, 20), longest=1500):
+        ids = prompt.input_ids.tolist()
+        assert ids[0] == 7 and len(ids) <= 1500
+        assert 7 not in ids[1:10] and max(ids[:10]) >= 20, "no fact among the first tokens of a window"
+    without = needle_prompts(tokenizer, [texts[0][1:]], 1, windows=(9, 20), longest=1500)[0]
+    assert without.input_ids[0] != 7
+
+
+def test_an_answer_is_cut_where_question_and_answer_are_read_together():
+    """Here a word takes the space in front of it, and one at the beginning gets a token of its own."""
+
+    def tokenizer(text, add_special_tokens):
+        assert not add_special_tokens
+        return {"input_ids": ["<begin>", *re.findall(r" ?[^ ]+", text)]}
+
+    fact = _Fact.of(tokenizer, "x {word} {number}", "{word} is", "y", random.Random(0))
+    assert fact.question == ["<begin>", "\ny", " is"]
+    (number,) = fact.answer
+    assert number[0] == " " and number[1:].isdigit() and fact.stated[-1] == number
 
 
 def test_texts_that_are_too_short_are_one_line():
     tokenizer = AutoTokenizer.from_pretrained(resolve_model("package:tiny"))
-    with pytest.raises(ValueError, match="must stand 90 tokens back: lower the windows, or set") as seen:
-        needle_prompts(tokenizer, [torch.arange(80)], 1, distance=90, longest=1000)
+    with pytest.raises(ValueError, match="a text of 80 tokens.*stand 90 tokens back: raise") as seen:
+        needle_prompts(tokenizer, [torch.arange(80)], 1, windows=(10, 80), longest=1000)
     assert "\n" not in str(seen.value)
-    with pytest.raises(ValueError, match="the model reads 64 tokens"):
-        needle_prompts(tokenizer, [torch.arange(200)], 1, distance=20, longest=64)
-    assert (SINKS, RECENT) == (2, 5)
+    with pytest.raises(ValueError, match="of which the model can read 0 beside"):
+        needle_prompts(tokenizer, [torch.arange(200)], 1, windows=(5, 15), longest=64)
