@@ -471,6 +471,27 @@ def test_dry_run_names_the_cost(overrides, capsys):
 
 
 @pytest.mark.slow
+def test_costs_of_other_roles_and_bits_are_those_of_measuring_them_at_once(overrides, tmp_path, capsys):
+    at_once, later = [*overrides, f"output_dir={tmp_path / 'at once' / 'run'}"], "is measured again"
+    changes = ["explore.roles=[window,follow]", "explore.bits=[16,4]"]
+    explore.main(load_recipe(None, [*at_once, *changes]))
+    expected = plan_and_costs(tmp_path / "at once")[1].tensors
+    explore.main(load_recipe(None, [*overrides, "explore.roles=[follow]"]))
+    assert "windows_retrieval" not in plan_and_costs(tmp_path)[1].tensors
+    capsys.readouterr()
+    explore.main(load_recipe(None, [*overrides, *changes]))
+    assert later in capsys.readouterr().out
+    found = plan_and_costs(tmp_path)[1].tensors
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+    alone = [*overrides, f"output_dir={tmp_path / 'bits' / 'run'}", "explore.roles=[window]"]
+    explore.main(load_recipe(None, alone))
+    assert "lead4_retrieval" not in plan_and_costs(tmp_path / "bits")[1].tensors
+    explore.main(load_recipe(None, [*alone, "explore.bits=[16,4]"]))
+    found = plan_and_costs(tmp_path / "bits")[1].tensors
+    assert torch.equal(found["lead4_retrieval"], expected["lead4_retrieval"])
+
+
+@pytest.mark.slow
 def test_explore_measures_followers_only_where_heads_may_follow(overrides, tmp_path, monkeypatch, capsys):
     """Windows alone need no costs of followers.
 
