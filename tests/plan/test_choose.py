@@ -476,7 +476,7 @@ def test_costs_of_other_roles_and_bits_are_those_of_measuring_them_at_once(overr
     changes = ["explore.roles=[window,follow]", "explore.bits=[16,4]"]
     explore.main(load_recipe(None, [*at_once, *changes]))
     expected = plan_and_costs(tmp_path / "at once")[1].tensors
-    explore.main(load_recipe(None, [*overrides, "explore.roles=[follow]"]))
+    explore.main(load_recipe(None, [*overrides, "explore.roles=[follow]", "explore.target_saving=0.3"]))
     assert "windows_retrieval" not in plan_and_costs(tmp_path)[1].tensors
     capsys.readouterr()
     explore.main(load_recipe(None, [*overrides, *changes]))
