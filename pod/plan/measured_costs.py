@@ -135,7 +135,7 @@ def find_costs(exploration: Exploration, say: Say = print) -> MeasuredCosts:
     wanted |= exploration.windows
     if not exploration.windows["num_sink_tokens"]:  # a measurement with stored first tokens names no sinks
         wanted["sinks"] = exploration.sinks
-    needed = list(FOLLOWER_COSTS) if _may_follow(exploration) else []
+    needed: list[str] = [*FOLLOWER_COSTS] if _may_follow(exploration) else []
     if explore.retrieval_sequences and _may_have_windows(exploration):
         needed.append("windows" + RETRIEVAL)
     if explore.retrieval_sequences and 4 in explore.bits:
