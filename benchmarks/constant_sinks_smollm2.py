@@ -56,30 +56,32 @@ def plan_of(layers: Sequence[int], sinks: Sequence[Sink], heads: int) -> pod.Sha
 
 
 class Calibration:
-    """Constants and costs of every layer on calibration texts.
+    """Constants of every layer on calibration texts, and how well they fit.
 
     Attributes:
         measured, fitted: constants.
-        distant, total: ``[L]`` cost of measured constants at distant queries, and of all queries.
-        total_fitted: ``[L]`` cost of fitted ones at all queries.
+        distant, total: ``[L]`` misfit of measured constants at distant queries, and of all queries.
+        total_fitted: ``[L]`` misfit of fitted ones at all queries.
     """
 
     def __init__(self, model: pod.PodForCausalLM, texts: Sequence[Tensor]):
         found = [list(window_queries(model, ids[None], QUERIES)) for ids in texts]
         self.measured: list[Sink] = []
         self.fitted: list[Sink] = []
-        costs = []
+        misfits = []
         for layer in zip(*found, strict=True):
             queries = WindowQueries.join([one for one, _ in layer])
             start = Sink(
                 *(torch.stack(part).mean(0) for part in zip(*(sink for _, sink in layer), strict=True))
             )
             best = fitted_sink(queries, start)
-            each, better = queries.costs(start).sum(0), queries.costs(best).sum(0)
-            costs.append([each[~queries.early].sum().item(), each.sum().item(), better.sum().item()])
+            apart = [one.misfits(start).sum(0)[-QUERIES:] for one, _ in layer]  # distant queries come last
+            distant = torch.stack(apart).sum(1).mean()
+            own, better = queries.misfits(start).sum(), queries.misfits(best).sum()
+            misfits.append([distant.item(), own.item(), better.item()])
             self.measured.append(start)
             self.fitted.append(best)
-        self.distant, self.total, self.total_fitted = np.array(costs).T
+        self.distant, self.total, self.total_fitted = np.array(misfits).T
 
 
 @contextmanager

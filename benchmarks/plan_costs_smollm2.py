@@ -42,7 +42,7 @@ SIMILARITY: dict[str, Any] = {"cost": "similarity", "roles": ["follow"]}
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": SIMILARITY,
     "dp": SIMILARITY,
-    "projected": {"roles": ["follow"], "align_heads": False, "retrieval_weight": 0.0},
+    "text": {"roles": ["follow"], "align_heads": False, "retrieval_weight": 0.0},
     "retrieval": {"roles": ["follow"], "align_heads": False},
     "aligned": {"roles": ["follow"]},
     "windows": {"roles": ["window"]},
@@ -129,7 +129,7 @@ def main() -> None:
     if args.output.exists() and json.loads(args.output.read_text()).get("settings") == settings:
         rows = json.loads(args.output.read_text())["rows"]
     losses = Losses(own, args.sequences)
-    dense = pod.SharingPlan.dense(*np.shape(find_costs(own).tensors["window"]))
+    dense = pod.SharingPlan.dense(*np.shape(find_costs(own).tensors["lead4"]))
     cells = [
         ("dense", 0),
         *((k, p) for p in map(int, args.savings.split(",")) for k in args.kinds.split(",")),

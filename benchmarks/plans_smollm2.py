@@ -54,7 +54,7 @@ KINDS: dict[str, tuple[dict[str, Any], tuple[float, ...]]] = {
     "bits": ({"bits": [16, 4]}, (0.5, 0.67, 0.8, 0.85)),
     "sharing": ({"roles": ["follow"], "align_heads": False}, (0.35, 0.4)),
     "aligned": ({"roles": ["follow"]}, (0.35, 0.4)),
-    "retrieval": ({"retrieval_weight": 10.0}, (0.4, 0.5, 0.6)),
+    "retrieval": ({"retrieval_weight": 2.0}, (0.4, 0.5, 0.6)),
     "narrow": ({"bits": [16, 4]}, (0.67, 0.8, 0.85, 0.9)),
     "windows": ({"roles": ["window"], "align_heads": False}, (0.5, 0.63)),
 }

@@ -133,7 +133,7 @@ def write_plan(exploration: Any, choice: Any) -> None:
     folder, plan, explore = exploration.folder, choice.plan, exploration.explore
     subject = plan_report.about_plan(plan, explore)
     figures = {"blocks.png": plan_report.block_picture(plan, subject)}
-    if choice.frontier is not None:
+    if choice.plans is not None:
         curve = plan_report.pareto(choice, explore, exploration.windows)
         write_json(folder / "pareto.json", curve)
         figures["pareto.png"] = plan_report.pareto_picture(curve, subject)
@@ -185,6 +185,8 @@ def keep_other_plan(path: Path, plan: Any) -> None:
 
 def estimate(recipe: Recipe) -> str:
     """Text for `--dry-run`: tokens, memory and disk space. It needs the model's configuration only."""
+    import torch
+
     from pod.plan.exploration import check_model, describe_cost, sinks_of, windows_of
     from pod.training.run.start_model import model_config, source_config
 
@@ -192,7 +194,8 @@ def estimate(recipe: Recipe) -> str:
     config, _ = model_config(replace(recipe.model, layout="dense", plan=None, sinks=None), recipe.output_dir)
     if not recipe.explore.heads:
         check_model(config, recipe.explore, windows_of(recipe))
-    return describe_cost(config, recipe.explore, sinks_of(recipe))
+    itemsize = getattr(torch, recipe.model.dtype).itemsize
+    return describe_cost(config, recipe.explore, sinks_of(recipe), itemsize)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -203,7 +206,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "target": "pod, or vllm: a plan of whole layers that vLLM runs",
         "target_saving": "share of the cache's bytes to save, for example 0.5",
         "roles": "what heads may do to save memory: follow, window, or follow,window",
-        "cost": "projected (change of the layer's output) or similarity (of attention rows, as in the paper)",
+        "cost": "nats (change of the predictions) or similarity (of attention rows, as in the paper)",
         "algorithm": "dp (lowest total cost) or greedy (the paper's Algorithm 1)",
         "threshold": "similarity from which greedy lets two layers share, 0 to 1",
     }

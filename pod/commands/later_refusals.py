@@ -81,7 +81,7 @@ def _on_windows(recipe: Recipe) -> Iterator[str]:
     """A line when the sequences to explore have no distant tokens, which leaves a plan nothing to save."""
     model, explore = recipe.model, recipe.explore
     windows = sum(model.windows().values())
-    if model.layout not in ("auto", "pod") or model.plan is not None or explore.cost != "projected":
+    if model.layout not in ("auto", "pod") or model.plan is not None or explore.cost != "nats":
         return
     if explore.sequence_length <= windows:
         yield (

@@ -27,10 +27,10 @@ class ExploreArgs:
     """For dp: length in tokens at which target_saving is measured. 0 = infinitely long sequences (paper);
     null = sequence_length, and 0 with target=vllm, where the saving is the share of layers with windows."""
 
-    cost: Literal["projected", "similarity"] = "projected"
-    """How costs are measured. `projected`: how much the layer's output changes, relative to the residual
-    stream, on text and on repeated random tokens; sequences must be longer than the windows.
-    `similarity`: the paper's measure, 1 - similarity of attention rows, for roles=follow only."""
+    cost: Literal["nats", "similarity"] = "nats"
+    """How costs are measured. `nats`: by how many nats per token the model's predictions change, on text and
+    where numbers far back are asked for; sequences must be longer than the windows. `similarity`: the paper's
+    measure, 1 - similarity of attention rows, for roles=follow only."""
 
     target: Literal["pod", "vllm"] = "pod"
     """Where the plan will run. `pod`: in this package. `vllm`: in vLLM. All heads of a layer then lead, or
@@ -53,22 +53,24 @@ class ExploreArgs:
     layers with windows hold this many tokens more."""
 
     bits: list[int] = field(default_factory=lambda: [16])
-    """With projected: bits in which layers may store keys and values. [16] = as computed; [16, 4] = the
+    """With nats: bits in which layers may store keys and values. [16] = as computed; [16, 4] = the
     plan may also pack layers into 4 bits, like the method int4."""
 
     align_heads: bool = True
-    """With projected, follow, granularity=head and bits=[16]: reorder the KV heads of each layer so that
+    """With nats, follow, granularity=head and bits=[16]: reorder the KV heads of each layer so that
     similar heads share. The model computes the same; the plan records the order."""
 
-    retrieval_sequences: NonNegativeInt = 2
-    """With projected: sequences of random tokens, repeated four times, that are measured in addition to
-    the text. They find heads that copy earlier tokens, which text seldom shows. 0 = text only."""
+    retrieval_sequences: NonNegativeInt = 12
+    """With nats: prompts that ask for ten numbers far back, to find heads that retrieve. Text seldom shows
+    what they are for. For followers and 4 bits, two sequences of random tokens, repeated four times,
+    are measured too. 0 = text only."""
 
-    retrieval_weight: NonNegativeFloat = 1.0
-    """With projected: weight of the cost on repeated tokens, relative to the cost on text."""
+    retrieval_weight: NonNegativeFloat = 0.5
+    """With nats: weight of the cost of retrieval, relative to the cost on text. 0.5 = as if every second
+    token had to be retrieved."""
 
     loss_sequences: NonNegativeInt = 4
-    """With projected: number of sequences on which the loss of the model is measured, with and without the
+    """With nats: number of sequences on which the loss of the model is measured, with and without the
     plan. 0 = do not measure it."""
 
     sources: list[str] = field(default_factory=list)
@@ -79,10 +81,10 @@ class ExploreArgs:
     """Number of texts to measure on (paper: 1000)."""
 
     sequence_length: PositiveInt = 8192
-    """Tokens of each text (paper: 32768). With projected it must be longer than the windows."""
+    """Tokens of each text (paper: 32768). With nats it must be longer than the windows."""
 
     num_queries: PositiveInt = 16
-    """Positions of each text whose attention is measured (paper: 16). With projected they are evenly spaced
+    """Positions of each text whose attention is measured (paper: 16). With nats they are evenly spaced
     over the positions that have tokens outside the windows, with similarity they are the last ones."""
 
     heads: bool = False
@@ -113,13 +115,13 @@ class ExploreArgs:
             raise ValueError(f"roles is {self.roles}, allowed are follow, window, or both")
         if sorted(self.bits) not in ([16], [4, 16]) or (4 in self.bits and self.cost == "similarity"):
             raise ValueError(
-                f"bits is {self.bits}, allowed are [16], or [16, 4] with cost=projected: the plan chooses "
+                f"bits is {self.bits}, allowed are [16], or [16, 4] with cost=nats: the plan chooses "
                 "the layers that are packed"
             )
         if self.cost == "similarity" and self.roles != ["follow"]:
             raise ValueError(
                 f"roles is {self.roles} with cost=similarity, which prices followers only: set roles=follow, "
-                "or cost=projected"
+                "or cost=nats"
             )
         if self.algorithm == "greedy" and self.cost != "similarity":
             raise ValueError(
@@ -140,7 +142,7 @@ class ExploreArgs:
             "granularity": (None, "layer"),
             "roles": (None, ["window"]),
             "bits": ([16],),
-            "cost": ("projected",),
+            "cost": ("nats",),
         }
         reasons = {
             "granularity": "vLLM has one table of cache blocks for all heads of a layer",

@@ -1,8 +1,10 @@
-"""Constants that stand for the first tokens in heads that keep their windows, and what such windows cost.
+"""Constants that stand for the first tokens in heads that keep their windows.
 
 A constant sink is a logit per query head and a value per KV head. Both join the softmax of a window at every
-position, as in serving engines (``pod.modeling.model.sinks``). The cost of a sink is in the unit of
-``costs.py`` and is the sum of three parts:
+position, as in serving engines (``pod.modeling.model.sinks``). The constants are those of the least *misfit*:
+``‖W (o' - o)‖² / ‖x‖²``, the squared change of what the layer adds to the residual stream ``x``, relative
+to it. (What windows with these constants cost in nats is measured in ``costs.py``.) It is the sum of three
+parts:
 
 * the mean over queries that have distant tokens;
 * the mean over early queries, whose window still holds the first tokens, times their share of the sequence;
@@ -16,7 +18,7 @@ sequence of its own.
 
 Calibration starts from what a dense model reads from the first tokens (`measured_sink`). These
 constants are right for queries that have distant tokens. For early queries, which still see the first tokens,
-they would count these twice. So calibration then searches for the constants of least cost (`fitted_sink`).
+they would count these twice. So calibration then searches for the constants of least misfit (`fitted_sink`).
 """
 
 import os
@@ -33,12 +35,9 @@ from pod.modeling.model.llama import PodForCausalLM
 from pod.modeling.model.sharing import SharingPlan
 from pod.modeling.model.sink_constants import SinkConstants
 from pod.modeling.model.sinks import Sink, add_sink
-from pod.plan.costs import (
-    EARLY,
-    MAX_COST,
-    NOT_FINITE,
+from pod.plan.costs import NOT_FINITE
+from pod.plan.recording import (
     AttentionInputs,
-    OutputScale,
     logits_of,
     planned_layers,
     record_attention_inputs,
@@ -51,12 +50,49 @@ FIRST_TOKENS = 4
 """First tokens of a text whose attention the constants replace at the start of the calibration."""
 NUM_QUERIES = 64
 """Queries with distant tokens that `calibrate_sinks` samples from each text, unless it is told otherwise."""
-CALIBRATION_SEQUENCES = 8
-"""Most sequences of text on which `pod explore` calibrates."""
 NUM_FIRST = 32
 """Most tokens of each sequence that stand for first tokens (`first_tokens`)."""
 STEPS = 60
 """Most steps of L-BFGS per layer."""
+
+
+class OutputScale(NamedTuple):
+    """The factors that turn errors of attention's output into relative squared errors.
+
+    Attributes:
+        residual: ``[q]``, the squared length of the residual stream at each query; squared errors are divided
+            by it.
+        columns: ``[H, hidden, G·d]``, from the output of a KV head's query heads to what the residual stream
+            gets.
+        factor: ``[H, r, G·d]``, upper triangular; products with it are as long as products with ``columns``.
+    """
+
+    residual: Tensor
+    columns: Tensor
+    factor: Tensor
+
+    @classmethod
+    def of(cls, layer: Any, out: Tensor, residual: Tensor) -> "OutputScale":
+        """The scale of a decoder layer.
+
+        The number by which a norm behind attention divides goes into ``residual``.
+
+        Args:
+            layer: the decoder layer.
+            out: ``[H, G, q, d]``, the output of its attention.
+            residual: ``[q]``, the squared length of the residual stream in front of the layer.
+        """
+        projection, place = layer.self_attn.o_proj, layer.norms[1]
+        weight = projection.weight.to(out)
+        if place is not None:
+            norm = getattr(layer, f"{place}_layernorm")
+            added = out.permute(2, 0, 1, 3).flatten(1) @ weight.T  # [q, hidden]
+            bias = 0.0 if projection.bias is None else projection.bias.to(out)
+            residual = residual * ((added + bias).square().mean(-1) + norm.eps)
+            weight = weight * (norm.weight.to(out) + norm.offset)[:, None]
+        weight = weight * layer.residual_multiplier
+        columns = weight.unflatten(1, (out.shape[0], -1)).transpose(0, 1)
+        return cls(residual, columns, torch.linalg.qr(columns, mode="r").R)  # ‖R e‖ = ‖W e‖
 
 
 @dataclass(frozen=True)
@@ -69,8 +105,7 @@ class WindowQueries:
         out: ``[H, G, q, d]``, attention to all tokens.
         residual: ``[q]``, squared length of the residual stream, see `OutputScale`.
         factor: ``[H, r, G·d]``, see `OutputScale`.
-        weights: ``[q]``; the weighted sum over queries is the cost.
-        early: ``[q]``, whether a query sees the first tokens in its window.
+        weights: ``[q]``; the weighted sum over queries is the misfit.
     """
 
     near: Tensor
@@ -79,11 +114,10 @@ class WindowQueries:
     residual: Tensor
     factor: Tensor
     weights: Tensor
-    early: Tensor
 
     @classmethod
     def join(cls, parts: Sequence["WindowQueries"]) -> "WindowQueries":
-        """The queries of several sequences of one layer; their cost is the mean cost of the sequences."""
+        """The queries of several sequences of one layer; their misfit is the mean misfit of the sequences."""
         return cls(
             near=torch.cat([part.near for part in parts], dim=2),
             lse=torch.cat([part.lse for part in parts], dim=2),
@@ -91,11 +125,10 @@ class WindowQueries:
             residual=torch.cat([part.residual for part in parts]),
             factor=parts[0].factor,
             weights=torch.cat([part.weights for part in parts]) / len(parts),
-            early=torch.cat([part.early for part in parts]),
         )
 
-    def costs(self, sink: Sink) -> Tensor:
-        """``[H, q]``: what each query adds to the cost of each KV head with this sink; differentiable."""
+    def misfits(self, sink: Sink) -> Tensor:
+        """``[H, q]``: what each query adds to the misfit of each KV head with this sink; differentiable."""
         heads, groups = self.lse.shape[:2]
         logits = sink.logits.to(self.lse).view(heads, groups, 1)
         values = sink.values.to(self.lse)[:, None, None]
@@ -138,7 +171,6 @@ def window_queries(
     tokens = first_tokens(input_ids[0], config.bos_token_id)
     kinds = [(len(tokens), 1.0), (count, (window - 1) / n), (num_queries, 1.0)]
     weights = [torch.full((size,), weight / max(size, 1), dtype=torch.float64) for size, weight in kinds]
-    is_early = torch.arange(sum(size for size, _ in kinds)) < len(tokens) + count
     firsts = record_batch(model, tokens[:, None])
     inputs = record_attention_inputs(model, input_ids)
     for layer, own, first in zip(planned_layers(config), inputs, firsts, strict=True):
@@ -158,7 +190,6 @@ def window_queries(
             residual=scale.residual,
             factor=scale.factor,
             weights=torch.cat(weights).to(joined.lse),
-            early=is_early.to(joined.lse.device),
         )
         yield queries, sink
 
@@ -233,19 +264,19 @@ def measured_sink(logits: Tensor, values: Tensor) -> Sink:
 
 
 def fitted_sink(queries: WindowQueries, start: Sink) -> Sink:
-    """The constants of least cost on these queries, by L-BFGS; `start` where it finds nothing better."""
+    """The constants of least misfit on these queries, by L-BFGS; `start` where it finds nothing better."""
     logits = start.logits.detach().to(queries.lse).clone().requires_grad_()
     values = start.values.detach().to(queries.lse).clone().requires_grad_()
     sink = Sink(logits, values)
     with torch.no_grad():
-        before = queries.costs(sink).sum()
+        before = queries.misfits(sink).sum()
     if not before > 0:
         return start
     optimizer = torch.optim.LBFGS([logits, values], max_iter=STEPS, line_search_fn="strong_wolfe")
 
     def closure() -> Tensor:
         optimizer.zero_grad()
-        loss = queries.costs(sink).sum() / before  # 1 at the start: the tolerances of L-BFGS are absolute
+        loss = queries.misfits(sink).sum() / before  # 1 at the start: the tolerances of L-BFGS are absolute
         loss.backward()
         return loss
 
@@ -253,7 +284,7 @@ def fitted_sink(queries: WindowQueries, start: Sink) -> Sink:
         optimizer.step(closure)  # type: ignore[arg-type]
     found = Sink(logits.detach().double(), values.detach().double())
     with torch.no_grad():
-        better = queries.costs(found).sum() < before
+        better = queries.misfits(found).sum() < before
     return found if better and all(bool(x.isfinite().all()) for x in found) else start
 
 
@@ -283,35 +314,6 @@ def find_sinks(model: PodForCausalLM, sequences: Sequence[Tensor], num_queries: 
             raise ValueError(NOT_FINITE)
         calibrated.append(Sink(*(x.cpu() for x in fitted_sink(WindowQueries.join(queries), start))))
     return calibrated
-
-
-@torch.no_grad()
-def measure_window_costs(
-    model: PodForCausalLM, input_ids: Tensor, num_queries: int, sinks: Sequence[Sink]
-) -> dict[str, Tensor]:
-    """What windows with these constants cost on one sequence ``[1, n]``.
-
-    Args:
-        model: dense, with the ``num_recent_tokens`` of the windows.
-        num_queries: see `window_queries`.
-        sinks: the constants of each planned layer.
-
-    Returns:
-        ``window``, the cost at queries with distant tokens, and ``early``, the cost at the others: ``[L, H]``
-        each, fp64 on the CPU. Their sum is the cost of the role.
-
-    Raises:
-        ValueError: costs that are not finite.
-    """
-    window, early = [], []
-    for (queries, _), sink in zip(window_queries(model, input_ids, num_queries), sinks, strict=True):
-        costs = queries.costs(Sink(*(x.to(queries.lse) for x in sink))).double()
-        early.append(costs[:, queries.early].sum(-1).cpu())
-        window.append(costs[:, ~queries.early].sum(-1).cpu())
-    found = {"window": torch.stack(window), EARLY: torch.stack(early)}
-    if not all(bool(value.isfinite().all()) for value in found.values()):
-        raise ValueError(NOT_FINITE)
-    return {name: value.clamp_(max=MAX_COST) for name, value in found.items()}
 
 
 def with_constants(plan: SharingPlan, sinks: Sequence[Sink | None]) -> SharingPlan:

@@ -38,10 +38,12 @@ from pod.plan.measured_costs import (
     find_costs,
     find_similarity,
     measure_mean,
-    repeated_sequences,
+    needle_prompts_of,
 )
+from pod.plan.needles import Prompt
 from pod.plan.similarity import dissimilarity, greedy_plan
 from pod.plan.solve import Floats, Frontier, PackedFrontier, solve, solve_packed
+from pod.plan.together import Plans, in_order
 from pod.training.checkpoint.run_identity import sha256_of
 
 _LOGIT_BYTES = 1 << 28
@@ -56,24 +58,24 @@ class Choice:
 
     Attributes:
         plan: a plan of the measured layers only; `in_all_layers` turns it into one of the whole model.
-        frontier: the least cost of every saving with all allowed roles and bits, in the plan's order of
-            heads; None for a greedy plan.
+        plans: the plans of every saving with all allowed roles and bits, in the plan's order of heads; None
+            for a greedy plan.
         units: number of units that the plan saves.
-        without: the frontiers when something is forbidden, by its name: ``follow``, ``window`` or ``4_bits``.
-            Each has an order of heads of its own.
+        without: the plans when something is forbidden, by its name: ``follow``, ``window`` or ``4_bits``.
+            Each curve has an order of heads of its own.
         similarity: ``[L, L, Hq]``, measured for cost=similarity, else None.
     """
 
     plan: SharingPlan
-    frontier: Frontier | PackedFrontier | None = None
+    plans: Plans | None = None
     units: int = 0
-    without: dict[str, Frontier | PackedFrontier] = field(default_factory=dict)
+    without: dict[str, Plans] = field(default_factory=dict)
     similarity: Tensor | None = None
 
     def plan_at(self, units: int) -> SharingPlan:
         """The plan of the curve that saves this many units; ValueError where no plan does."""
-        assert self.frontier is not None, "a greedy plan has no curve"
-        return of_all_heads(self.frontier.plan(units), self.plan.num_key_value_heads)
+        assert self.plans is not None, "a greedy plan has no curve"
+        return of_all_heads(self.plans.at(units)[0], self.plan.num_key_value_heads)
 
 
 def find_plan(exploration: Exploration) -> Choice:
@@ -113,9 +115,10 @@ def choose_by_similarity(measured: MeasuredCosts, explore: ExploreArgs, windows:
     costs = at_granularity(explore, {"in_place": dissimilarity(similarity, heads)})
     frontier = solve(costs["in_place"], None)
     units = frontier.units_for(explore.least_saving, explore.budget_tokens, **windows)
-    plan = frontier.plan(units, provenance | _settings(explore, frontier, units))
+    plans = Plans(frontier)
+    plan = _with(plans, units, provenance | _settings(explore, plans, units))
     plan = _made_for(of_all_heads(plan, heads), windows)
-    return Choice(plan, frontier, units, similarity=similarity)
+    return Choice(plan, plans, units, similarity=similarity)
 
 
 def of_all_heads(plan: SharingPlan, num_key_value_heads: int) -> SharingPlan:
@@ -141,23 +144,24 @@ def choose(costs: MeasuredCosts, explore: ExploreArgs, windows: dict[str, int]) 
     """
     total = total_costs(costs.tensors, explore.retrieval_weight)
     head_dim = costs.provenance.get("head_dim")
-    frontier, units, kv_order = _solve(total, explore, windows, head_dim)
+    plans, units, kv_order = _solve(total, explore, windows, head_dim)
     provenance = costs.provenance | windows | {"retrieval_weight": explore.retrieval_weight}
-    provenance |= _settings(explore, frontier, units)
-    if isinstance(frontier, PackedFrontier):
-        provenance |= {"bits": list(explore.bits), "plan_cost_bound": float(frontier.bound[units:].min())}
+    provenance |= _settings(explore, plans, units)
+    curve = plans.curve
+    if isinstance(curve, PackedFrontier):
+        provenance["bits"] = list(explore.bits)
     without = {}
     for name, rest in _forbidding(explore).items():
-        without[name], *_ = _solve(total, rest, windows, head_dim, units / frontier.pair_units)
-        provenance[f"plan_cost_without_{name}"] = without[name].cost_of(units, frontier.pair_units)
-    heads = total["window"].shape[-1]
-    plan = _made_for(of_all_heads(frontier.plan(units, provenance), heads), windows)
+        without[name], *_ = _solve(total, rest, windows, head_dim, units / curve.pair_units)
+        provenance[f"plan_cost_without_{name}"] = without[name].cost_of(units, curve.pair_units)
+    heads = total["lead4"].shape[-1]
+    plan = _made_for(of_all_heads(_with(plans, units, provenance), heads), windows)
     if kv_order is not None:
         plan = replace(plan, head_order=head_order(plan, kv_order, costs.tensors["order"]))
     if "sink_logits" in costs.tensors:
         pairs = zip(costs.tensors["sink_logits"], costs.tensors["sink_values"], strict=True)
         plan = with_constants(plan, [Sink(logits, values) for logits, values in pairs])
-    return Choice(plan, frontier, units, without)
+    return Choice(plan, plans, units, without)
 
 
 def _forbidding(explore: ExploreArgs) -> dict[str, ExploreArgs]:
@@ -180,8 +184,8 @@ def _solve(
     windows: dict[str, int],
     head_dim: int | None,
     pairs: float | None = None,
-) -> tuple[Frontier | PackedFrontier, int, HeadOrder | None]:
-    """Solve for the least cost of every saving, and align heads at the target saving.
+) -> tuple[Plans, int, HeadOrder | None]:
+    """Find the plans of every saving, with heads aligned for the target saving.
 
     Args:
         total: costs by name.
@@ -192,7 +196,7 @@ def _solve(
             saved.
 
     Returns:
-        The frontier; the number of units that is saved; and the order of heads ``[L][H]``, which is the KV
+        The plans; the number of units that is saved; and the order of heads ``[L][H]``, which is the KV
         head at each position. The order is None where heads stay where they are. They do where layers may be
         packed, since hardly any head follows then.
     """
@@ -207,10 +211,13 @@ def _solve(
     roles = explore.roles or []
     aligns = explore.align_heads and "follow" in roles and "follow" in total
     kv_order = None
+    lead4 = None
+    frontier: Frontier | PackedFrontier
     if 4 in explore.bits:
         packed = solve_packed(packed_costs(explore, total, windows, head_dim))
         units = units_of(packed)
         frontier = packed.improved(units)
+        lead4 = total["lead4"]
     else:
         frontier = for_target(solve(*allowed(explore, total)), explore)
         units = units_of(frontier)
@@ -219,7 +226,9 @@ def _solve(
             assert follow is not None, "heads are aligned for followers"
             found = align(follow, window, units)
             frontier, kv_order = solve(found.follow, found.window), found.kv_order
-    return frontier, frontier.cheapest(units), kv_order
+    together = in_order(total["windows"], kv_order) if "window" in roles else None
+    plans = Plans(frontier, together, lead4)
+    return plans, plans.cheapest(units), kv_order
 
 
 def head_order(plan: SharingPlan, kv_order: HeadOrder, order: Tensor) -> HeadOrder:
@@ -271,16 +280,23 @@ def in_all_layers(plan: SharingPlan) -> SharingPlan:
     return replace(plan, lead=lead, bits=bits, head_order=order, sink_constants=constants)
 
 
-def _settings(explore: ExploreArgs, frontier: Frontier | PackedFrontier, units: int) -> dict[str, Any]:
+def _settings(explore: ExploreArgs, plans: Plans, units: int) -> dict[str, Any]:
     """The settings and the cost of a plan, for its provenance."""
     names = "cost", "roles", "granularity", "target", "target_saving", "budget_length"
-    return {name: getattr(explore, name) for name in names} | {"plan_cost": float(frontier.costs[units])}
+    return {name: getattr(explore, name) for name in names} | {"plan_cost": plans.at(units)[1]}
+
+
+def _with(plans: Plans, units: int, provenance: dict[str, Any]) -> SharingPlan:
+    """The plan that saves ``units``, with more provenance."""
+    plan, cost = plans.at(units)
+    return replace(plan, provenance=plan.provenance | {"cost": cost} | provenance)
 
 
 def _losses(exploration: Exploration, plan: SharingPlan) -> dict[str, Any]:
-    """Mean losses of the dense model and of the plan, on text and on repeated tokens, in nats per token.
+    """Mean losses of the dense model and of the plan, on text and on answers, in nats per token.
 
-    The numbers of sequences are added.
+    The answers are those of prompts on which nothing else is measured. The numbers of texts and prompts are
+    added.
     """
     dense = SharingPlan.dense(plan.num_layers, plan.num_key_value_heads)
     dense = in_all_layers(replace(dense, head_order=plan.head_order, provenance=plan.provenance))
@@ -288,19 +304,20 @@ def _losses(exploration: Exploration, plan: SharingPlan) -> dict[str, Any]:
     partial = exploration.folder / f"losses.partial-{made[:8]}"
     model = exploration.load_model(dense)
     plan = in_all_layers(plan)
-    text = exploration.read()[: exploration.explore.loss_sequences]
-    texts = {"text": text, "repeated": repeated_sequences(exploration, model.config)}
+    sequences = exploration.read()
+    text = sequences[: exploration.explore.loss_sequences]
+    prompts = needle_prompts_of(exploration, model.config, sequences, held_out=True)
+    texts: dict[str, Sequence[Tensor | Prompt]] = {"text": text, "retrieval": prompts}
     losses: dict[str, Any] = {"dense": {}, "plan": {}}
     for name, one in (("dense", dense), ("plan", plan)):
         under = _under(model, one)
-        for kind, sequences in texts.items():
-            if sequences:
+        for kind, found in texts.items():
+            if found:
                 folder = partial / f"loss, {name}, {kind}"
-                found = measure_mean(mean_loss(under), (), sequences, folder)
-                losses[name][kind] = found.item()
+                losses[name][kind] = measure_mean(mean_loss(under), (), found, folder).item()
     if not dist.is_initialized() or dist.get_rank() == 0:
         shutil.rmtree(partial, ignore_errors=True)
-    return losses | {"sequences": len(text), "repeated_sequences": len(texts["repeated"])}
+    return losses | {"sequences": len(text), "prompts": len(prompts)}
 
 
 @torch.no_grad()
@@ -313,7 +330,7 @@ def plan_loss(model: PodForCausalLM, plan: SharingPlan, sequences: Sequence[Tens
         model: dense weights, with the windows that the plan is for.
     """
     shared = _under(model, plan)
-    total = sum(_summed_loss(shared, row.reshape(1, -1).to(model.device)) for row in sequences)
+    total = sum(_losses_of(shared, row).sum().item() for row in sequences)
     return total / sum(len(row) - 1 for row in sequences)
 
 
@@ -322,23 +339,25 @@ def _under(model: PodForCausalLM, plan: SharingPlan) -> PodForCausalLM:
     return load_model(model, plan=plan, attention_backend=model.config.attention_backend)
 
 
-def mean_loss(model: PodForCausalLM) -> Callable[[Tensor], Tensor]:
-    """A function for `measure_mean`: it maps tokens ``[1, n]`` to their mean loss, in nats per token."""
+def mean_loss(model: PodForCausalLM) -> Callable[[Tensor | Prompt], Tensor]:
+    """A function for `measure_mean`: the mean loss of a text ``[n]``, or of a prompt's answers, in nats."""
 
     @torch.no_grad()
-    def measure(input_ids: Tensor) -> Tensor:
-        tokens = input_ids.to(model.device)
-        return torch.tensor(_summed_loss(model, tokens) / (tokens.shape[1] - 1), dtype=torch.float64)
+    def measure(text: Tensor | Prompt) -> Tensor:
+        if isinstance(text, Prompt):
+            return _losses_of(model, text.input_ids)[text.answers].mean()
+        return _losses_of(model, text).mean()
 
     return measure
 
 
-def _summed_loss(model: PodForCausalLM, tokens: Tensor) -> float:
-    """Sum of the next-token losses of tokens ``[1, n]``, in nats.
+def _losses_of(model: PodForCausalLM, input_ids: Tensor) -> Tensor:
+    """The next-token losses ``[n - 1]`` of tokens ``[n]``, in nats; fp64 on the CPU.
 
     Where layers are packed, every token reads what the model's own cache holds when that token comes. The
     tokens are read a group at a time, since nothing is packed between two multiples of the group size.
     """
+    tokens = input_ids[None].to(model.device)
     packs = model.config.sharing_plan.packs
     cache: Any = make_cache(model) if packs else None
     parts = [
@@ -353,4 +372,4 @@ def _summed_loss(model: PodForCausalLM, tokens: Tensor) -> float:
         tokens[:, 1:].to(weight.device),
         rows_in(_LOGIT_BYTES, len(weight)),
     )
-    return -found.logprobs.double().sum().item()
+    return -found.logprobs[0].double().cpu()

@@ -1,21 +1,15 @@
-"""What each role of a (layer, KV head) pair would cost, all in the same unit.
+"""What each role of a (layer, KV head) pair would cost, in nats per token.
 
-The cost of a role is ``mean ‖W (o' - o)‖² / ‖x‖²`` over queries that have distant tokens:
+A role changes what the pair's query heads put out by ``e = o' - o``: ``o'`` under the role, ``o`` in the
+dense model. With the gradients ``g`` of the loss for ``o`` (``gradients.py``), ``(g · e)² / 2`` is by how
+many nats the prediction of the text's tokens moves away from that of the dense model, in second order of
+``e``. The cost is the sum of this over a text's positions, per token.
 
-* ``o`` is what the pair's query heads put out;
-* ``o'`` is what they put out under the role, while everything else stays dense;
-* ``W`` are their columns of the output projection;
-* ``x`` is the residual stream in front of the layer, which is what the next layers normalise.
-
-Where a norm stands behind attention (OLMo 2), ``W`` includes that norm, which divides by the same number for
-``o'`` as for ``o``. A factor on what attention adds to the residual stream (Granite) belongs to ``W`` too.
-
-Costs are measured on text, and on random tokens that are repeated, where copying is all there is to do. Both
-are in the same units, so their sum needs a weight and no scale.
-
-* ``window`` ``[L, H]``: softmax over proximal tokens alone. With constant sinks (``calibration.py``) it is
-  over these and the sink; then ``early`` ``[L, H]`` is added, which is what the sink costs at queries without
-  distant tokens.
+* ``windows`` ``[L, H, L, H]``: softmax over proximal tokens alone, or over these and a constant sink
+  (``calibration.py``). Heads are not added up one by one: what two heads change may add up, or cancel. Let
+  ``u_a(i) = g · e`` of head a at position i. The cost of windows in all heads of a set S is
+  ``mean_i (Σ_S u_a(i))² / 2``: the sum of the entries ``[a, b]`` for a and b in S. The diagonal holds
+  the costs of single heads. All positions count, the first ones too.
 * ``follow`` ``[L, L, H, H]`` = [lead layer, layer, KV head of the lead layer, KV head of the layer], zero
   unless lead < layer: own logits for proximal tokens, the lead's logits for distant ones, one softmax (PoD,
   eq. 4). Query heads are matched inside the pair of groups.
@@ -24,166 +18,60 @@ are in the same units, so their sum needs a weight and no scale.
 * ``lead4`` ``[L, H]``: 4 bits per number of a lead's keys and values. The newest tokens stay native.
 * ``follow4`` ``[L, H]``: 4 bits per number of a follower's values. The newest tokens stay native.
 
+All but ``windows`` are measured at sampled queries that have distant tokens, and are taken to add up. There
+are few of these, and ``(g · e)²`` varies too much among them: followers that only seem to be cheap would be
+chosen. So the mean of ``g gᵀ`` over all positions with distant tokens stands for it: the cost is the mean of
+``eᵀ mean(g gᵀ) e / 2`` over the sampled queries, times the share of positions that have distant tokens. That
+is the same if g and e are independent. (For windows of SmolLM2-135M, 16 queries of ``(g · e)²`` gave 0.14 to
+0.64 times the cost of all positions, in the median over heads; the mean of ``g gᵀ`` gave 0.9 to 1.2 times.)
+
+Costs are measured on text, and where retrieval is all there is to do: those of windows on prompts that ask
+for a number far back (``needles.py``, `measure_retrieval`), the others on random tokens that are repeated.
+All are in nats, so their sum needs a weight and no scale.
+
 L counts the layers that were trained to see every token. Other layers keep their windows under every plan.
-Beside the model, measuring holds the distant attention rows of the sampled queries of all layers:
-``4 · L · Hq · q · n`` bytes.
+Beside the model, measuring holds what `held_activations` counts, and, where heads may follow, the distant
+attention rows of the sampled queries of all layers: ``4 · L · Hq · q · n`` bytes.
 """
 
-from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from pod.kernels.statistics import attention_rows
-from pod.modeling.model.config import PodConfig
-from pod.modeling.model.decoder_layer import ForwardContext, PodDecoderLayer
+from pod.modeling.model.attend import Visibility
 from pod.modeling.model.llama import PodForCausalLM
 from pod.modeling.model.packed import Packing
 from pod.modeling.model.sharing import GROUP_SIZE, RESIDUAL
+from pod.modeling.model.sinks import Sink
 from pod.plan.checks import check_array, check_costs, check_groups
+from pod.plan.gradients import Windows, gradient_of_divergence, gradient_of_draws, read_with_gradients
+from pod.plan.needles import Prompt
+from pod.plan.recording import (
+    AttentionInputs,
+    QuerySample,
+    ReadText,
+    last_stream,
+    logits_of,
+    planned_layers,
+    sample_queries,
+)
 from pod.plan.solve import Floats
 
-
-class AttentionInputs(NamedTuple):
-    """What one layer's attention reads for one sequence.
-
-    Attributes:
-        hidden_states: ``[n, hidden]``, the residual stream before the layer.
-        q: ``[Hq, n, d]``, rotated queries.
-        k: ``[H, n, d]``, rotated keys.
-        v: ``[H, n, d]``, values.
-    """
-
-    hidden_states: Tensor
-    q: Tensor
-    k: Tensor
-    v: Tensor
-
-
-def planned_layers(config: PodConfig) -> list[int]:
-    """The layers that plans are made for: those that were trained to see every token.
-
-    Raises:
-        ValueError: the model has no such layer.
-    """
-    found = [layer for layer in range(config.num_hidden_layers) if config.window_of(layer) is None]
-    if not found:
-        raise ValueError("every layer of this model was trained with a window: there is nothing to plan")
-    return found
-
-
-def record_attention_inputs(model: PodForCausalLM, input_ids: Tensor) -> Iterator[AttentionInputs]:
-    """Yield the `AttentionInputs` of each of a dense model's `planned_layers` on one sequence ``[1, n]``.
-
-    Raises:
-        ValueError: a model with a sharing plan or a window layout, or a batch of several sequences.
-    """
-    if input_ids.shape[0] != 1:
-        raise ValueError(f"need input_ids [1, n], got {list(input_ids.shape)}")
-    for inputs in record_batch(model, input_ids):
-        yield AttentionInputs(*(one[0] for one in inputs))
-
-
-@torch.no_grad()
-def record_batch(model: PodForCausalLM, input_ids: Tensor) -> Iterator[AttentionInputs]:
-    """Yield the `AttentionInputs` of a batch of sequences ``[B, n]``, with the batch as first dimension.
-
-    Raises:
-        ValueError: a model with a sharing plan or a window layout.
-    """
-    config: PodConfig = model.config
-    planned, plan = set(planned_layers(config)), config.sharing_plan
-    if config.layout != "pod" or plan.packs or any(set(plan.lead[layer]) != {layer} for layer in planned):
-        raise ValueError(
-            "attention is measured on the dense model: load it with layout = 'pod' and without a plan"
-        )
-    decoder = model.model
-    hidden_states = decoder.embed_tokens(input_ids)
-    device = input_ids.device
-    positions = torch.arange(input_ids.shape[1], device=device)
-    context: ForwardContext = decoder.context(hidden_states, positions[None])
-    shared_qk = (None,) * (2 * config.num_key_value_heads)
-    layer: PodDecoderLayer
-    for number, layer in enumerate(decoder.layers):  # type: ignore[assignment]
-        if number in planned:
-            own = hidden_states.to(layer.self_attn.o_proj.weight.device)  # layers may lie on several devices
-            q, k, v = layer.self_attn._project(layer.attention_input(own))
-            rope = context.ropes[number]
-            yield AttentionInputs(own.to(device), rope(q.to(device)), rope(k.to(device)), v.to(device))
-        hidden_states, *shared_qk = layer(hidden_states, context, *shared_qk)
-
-
-@torch.no_grad()
-def record_attention_rows(model: PodForCausalLM, input_ids: Tensor, num_queries: int) -> Iterator[Tensor]:
-    """Yield, per planned layer of a dense model, the softmaxed attention of the last ``num_queries`` tokens.
-
-    This is eq. 1 of the PoD paper.
-
-    Args:
-        input_ids: ``[1, n]``.
-        num_queries: q, from 1 to n.
-
-    Yields:
-        ``[Hq, q, n]`` in fp32 (fp64 for fp64 models), zero above the diagonal.
-
-    Raises:
-        ValueError: unless 1 <= num_queries <= n.
-    """
-    n = input_ids.shape[1]
-    if not 1 <= num_queries <= n:
-        raise ValueError(f"need 1 <= num_queries <= {n} tokens, got {num_queries}")
-    for inputs in record_attention_inputs(model, input_ids):
-        yield attention_rows(inputs.q[None, :, n - num_queries :], inputs.k[None])[0]
-
-
-EARLY = "early"  # what windows with constant sinks cost in addition, at queries without distant tokens
-RETRIEVAL = "_retrieval"  # ends the name of a cost that was measured on repeated random tokens
+RETRIEVAL = "_retrieval"  # ends the name of a cost that was measured on prompts or repeated tokens
 MAX_COST = 1000.0  # larger costs are cut down to it
+SHARE = 0.3
+"""How far from the dense model, on the way to windows in all heads, retrieval is measured."""
 NOT_FINITE = "the model gives NaN or infinite values on this text: try model.dtype=float32"
-
-
-class QuerySample(NamedTuple):
-    """The queries that stand for a sequence, and how each of them sees each token.
-
-    Attributes:
-        positions: ``[q]``, of the queries.
-        future: ``[q, n]``, whether the token comes after the query.
-        distant: ``[q, n]``, whether the token is distant from the query.
-    """
-
-    positions: Tensor
-    future: Tensor
-    distant: Tensor
-
-
-def sample_queries(n: int, num_queries: int, num_sink_tokens: int, num_recent_tokens: int) -> QuerySample:
-    """Choose `num_queries` evenly spaced positions among those that have at least one distant token.
-
-    The last token is one of them.
-
-    Raises:
-        ValueError: the sequence has fewer such positions.
-    """
-    first = num_sink_tokens + num_recent_tokens
-    if n - first < num_queries:
-        raise ValueError(
-            f"explore.num_queries is {num_queries}, but only {max(0, n - first)} positions of a sequence of "
-            f"{n} tokens have distant tokens, with windows of {num_sink_tokens} sink and {num_recent_tokens} "
-            "recent tokens: lower explore.num_queries or the windows, or raise explore.sequence_length"
-        )
-    positions = (n - 1 - torch.arange(num_queries) * (n - first) // num_queries).flip(0)
-    key = torch.arange(n)
-    query = positions[:, None]
-    return QuerySample(positions, key > query, (key >= num_sink_tokens) & (key <= query - num_recent_tokens))
 
 
 # The axes of each cost, as `check_array` takes them.
 _AXES = {
-    "window": "L H",
-    EARLY: "L H",
+    "windows": "L H L H",
     "follow": "L L H H",
     "in_place": "L L H",
     "lead4": "L H",
@@ -204,7 +92,7 @@ def cost_shapes(layers: int, heads: int, followers: bool = True) -> dict[str, tu
         followers: whether heads may follow, so that FOLLOWER_COSTS are measured.
     """
     shapes = {
-        "window": (layers, heads),
+        "windows": (layers, heads, layers, heads),
         "follow": (layers, layers, heads, heads),
         "in_place": (layers, layers, heads),
         "lead4": (layers, heads),
@@ -214,9 +102,9 @@ def cost_shapes(layers: int, heads: int, followers: bool = True) -> dict[str, tu
 
 
 def total_costs(tensors: Mapping[str, Tensor], retrieval_weight: float) -> dict[str, Floats]:
-    """For each name of `cost_shapes`: the cost on text, plus `retrieval_weight` x that on repeated tokens.
+    """For each name of `cost_shapes`: the cost on text, plus `retrieval_weight` x that of retrieval.
 
-    FOLLOWER_COSTS are left out where none of them was measured. The cost EARLY is added to ``window``.
+    FOLLOWER_COSTS are left out where none of them was measured.
 
     Raises:
         ValueError: a cost is missing, has NaN or -inf, or its shape does not fit the others.
@@ -232,27 +120,28 @@ def total_costs(tensors: Mapping[str, Tensor], retrieval_weight: float) -> dict[
             if one in tensors:
                 sizes = check_costs(one, tensors[one], axes, sizes)
     total = {name: tensors[name] + retrieval_weight * tensors.get(name + RETRIEVAL, 0.0) for name in wanted}
-    if EARLY in tensors:
-        total["window"] = (
-            total["window"] + tensors[EARLY] + retrieval_weight * tensors.get(EARLY + RETRIEVAL, 0.0)
-        )
     return {name: cost.numpy() for name, cost in total.items()}
 
 
 @torch.no_grad()
 def measure_costs(
-    model: PodForCausalLM, input_ids: Tensor, num_queries: int, order: Tensor | None
+    model: PodForCausalLM,
+    input_ids: Tensor,
+    num_queries: int,
+    order: Tensor | None,
+    sinks: Sequence[Sink] | None = None,
 ) -> dict[str, Tensor]:
-    """Measure the cost of every role of every pair on one sequence ``[1, n]``.
+    """Measure the cost of every role of every pair on one sequence ``[1, n]``, in nats per token.
 
     Args:
         model: dense, with the windows of the plan to come (``num_sink_tokens``, ``num_recent_tokens``).
         num_queries: q, at most ``n - n_s - n_r``.
         order: ``[L, L, H, H, G]``, see `match_query_heads`. None = no head may follow, and FOLLOWER_COSTS are
             left out.
+        sinks: constants that join each layer's windows; None = windows have none.
 
     Returns:
-        Costs from 0 to 1000, fp64 on the CPU, in the shapes of `cost_shapes`.
+        Costs up to 1000, fp64 on the CPU, in the shapes of `cost_shapes`.
 
     Raises:
         ValueError: a model with a plan, a sequence without enough distant tokens, or outputs that are not
@@ -261,13 +150,15 @@ def measure_costs(
     heads, groups = model.config.num_key_value_heads, model.config.num_key_value_groups
     shapes = cost_shapes(len(planned_layers(model.config)), heads, order is not None)
     if order is not None:
-        check_array("order", order, "L L H H G", {"L": shapes["window"][0], "H": heads, "G": groups})
+        sizes = {"L": shapes["lead4"][0], "H": heads, "G": groups}
+        check_array("order", order, "L L H H G", sizes)
         order = order.argsort(-1)  # [.., g]: the lead's query head that serves query head g of the follower
+    reading = _Reading.of(model, input_ids, num_queries, sinks)
     costs = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in shapes.items()}
+    costs["windows"] = window_costs(reading.changes)
     head = torch.arange(heads)[:, None]
     group = torch.arange(groups)
-    for layer, own, lower in _layers(model, input_ids, num_queries):
-        costs["window"][layer] = own.cost(own.near - own.out)
+    for layer, own, lower in reading.layers(model):
         for name, error in own.errors_of_packing().items():
             if name in costs:
                 costs[name][layer] = own.cost(error)
@@ -282,8 +173,53 @@ def measure_costs(
             costs["in_place"][lead, layer] = own.cost(errors[head, group, head, group])
     if not all(bool(value.isfinite().all()) for value in costs.values()):
         raise ValueError(NOT_FINITE)
-    # A relative error says no more beyond the limit, and integer sums over many sequences stay in range.
-    return {name: value.clamp_(max=MAX_COST) for name, value in costs.items()}
+    # Integer sums over many sequences stay in range.
+    return {name: value.clamp_(-MAX_COST, MAX_COST) for name, value in costs.items()}
+
+
+def window_costs(changes: Tensor) -> Tensor:
+    """The costs ``windows`` ``[L, H, L, H]`` from ``g · e`` ``[L, H, n]``; fp64 on the CPU."""
+    flat = changes.flatten(0, 1).double()
+    together = flat @ flat.T / (2 * changes.shape[-1])
+    sizes = changes.shape[:2]
+    return together.unflatten(1, sizes).unflatten(0, sizes).cpu()
+
+
+@torch.no_grad()
+def measure_retrieval(model: PodForCausalLM, prompt: Prompt, sinks: Sequence[Sink] | None = None) -> Tensor:
+    """What windows cost on one prompt, in nats per token of its answers.
+
+    Near the dense model the answers hardly change, and where every head has a window nothing is left of them.
+    So the divergence from the dense model is differentiated in between: at ``o + a · (o' - o)`` in every
+    head, with a = `SHARE`. Its derivative for one head's a, divided by ``2 a``, is the head's share of the
+    divergence at a = 1, if the divergence is quadratic (Aumann and Shapley, 1974).
+
+    A window that helps on a prompt costs nothing there: the derivative is cut at 0 before the mean over
+    prompts is taken. On SmolLM2-135M, the derivative for head 2 of layer 7 is between -0.4 and 0.6, about 0
+    in the mean. With a window there, plans found 2 of 20 keys, and 18 without.
+
+    Args:
+        sinks: constants that join each layer's windows; None = windows have none.
+
+    Returns:
+        ``[L, H]``, from 0 to 1000, fp64 on the CPU.
+    """
+    config = model.config
+    windows = Windows(Visibility(config.num_sink_tokens, config.num_recent_tokens), sinks, SHARE)
+    input_ids = prompt.input_ids[None].to(model.device)
+    dense = last_stream(model, input_ids)
+    objective = partial(gradient_of_divergence, dense=dense, at=prompt.answers)
+    found: list[Tensor] = []
+
+    def receive(_: int, change: Tensor, gradient: Tensor) -> None:
+        of_heads = (gradient * change).double().sum((1, 2))  # [Hq]
+        found.append(of_heads.unflatten(0, (config.num_key_value_heads, -1)).sum(1).cpu())
+
+    read_with_gradients(model, input_ids, windows, objective, receive)
+    costs = torch.stack(found[::-1]) / (2 * SHARE)
+    if not bool(costs.isfinite().all()):
+        raise ValueError(NOT_FINITE)
+    return costs.clamp_(0.0, MAX_COST)
 
 
 @torch.no_grad()
@@ -298,9 +234,13 @@ def measure_query_head_errors(model: PodForCausalLM, input_ids: Tensor, num_quer
     """
     layers, query_heads = len(planned_layers(model.config)), model.config.num_attention_heads
     found = torch.zeros(layers, layers, query_heads, query_heads, dtype=torch.float64)
-    for layer, own, lower in _layers(model, input_ids, num_queries):
+    groups, d = model.config.num_key_value_groups, model.config.head_dim
+    for layer, own, lower in _Reading.of(model, input_ids, num_queries).layers(model):
+        blocks = own.metric.unflatten(2, (groups, d)).unflatten(1, (groups, d))
+        of_query_heads = blocks.diagonal(dim1=1, dim2=3).movedim(-1, 1)  # [H, G, d, d]
         for lead, rows in enumerate(lower):
-            found[lead, layer] = own.mean(own.errors(rows) @ own.factor_of_query_heads.mT).flatten(1)
+            alone = own.errors(rows).unsqueeze(-3)  # [Hl, H, G, 1, q, d]: of one query head each
+            found[lead, layer] = mean_nats(alone, of_query_heads).flatten(1) * own.sample.share
     return found.nan_to_num_(MAX_COST).clamp_(max=MAX_COST)
 
 
@@ -343,62 +283,71 @@ class _AttentionRows(NamedTuple):
     lse: Tensor
 
 
-def _layers(
-    model: PodForCausalLM, input_ids: Tensor, num_queries: int
-) -> Iterator[tuple[int, "_Layer", list[_AttentionRows]]]:
-    """For each planned layer, yield its index among the planned ones, its sampled queries, and lower layers.
-
-    Lower layers are given as the distant attention of all planned layers below, in order. The list is the
-    same object every time, and a caller may empty it.
-    """
-    config = model.config
-    sample = sample_queries(input_ids.shape[1], num_queries, config.num_sink_tokens, config.num_recent_tokens)
-    sample = QuerySample(*(x.to(input_ids.device) for x in sample))
-    lower: list[_AttentionRows] = []
-    inputs = record_attention_inputs(model, input_ids)
-    for number, (layer, own_inputs) in enumerate(zip(planned_layers(config), inputs, strict=True)):
-        own = _Layer(own_inputs, sample, model.model.layers[layer])
-        yield number, own, lower
-        lower.append(own.rows)
-
-
-class OutputScale(NamedTuple):
-    """The factors that turn errors of attention's output into costs.
+class _Reading(NamedTuple):
+    """One text that was read, and how its loss depends on what the heads put out.
 
     Attributes:
-        residual: ``[q]``, the squared length of the residual stream at each query; squared errors are divided
-            by it.
-        columns: ``[H, hidden, G·d]``, from the output of a KV head's query heads to what the residual stream
-            gets.
-        factor: ``[H, r, G·d]``, upper triangular; products with it are as long as products with ``columns``.
+        text: what the model read.
+        sample: the queries at which followers and packing are measured.
+        metrics: for each planned layer ``[H, G·d, G·d]``, the mean of ``g gᵀ`` over positions with distant
+            tokens.
+        changes: ``[L, H, n]``, ``g · e`` of windows at every position.
     """
 
-    residual: Tensor
-    columns: Tensor
-    factor: Tensor
+    text: ReadText
+    sample: QuerySample
+    metrics: list[Tensor]
+    changes: Tensor
 
     @classmethod
-    def of(cls, layer: Any, out: Tensor, residual: Tensor) -> "OutputScale":
-        """The scale of a decoder layer.
+    def of(
+        cls,
+        model: PodForCausalLM,
+        input_ids: Tensor,
+        num_queries: int,
+        sinks: Sequence[Sink] | None = None,
+    ) -> "_Reading":
+        """Read one sequence ``[1, n]``; arguments as those of `measure_costs`."""
+        config = model.config
+        n, windows = input_ids.shape[1], (config.num_sink_tokens, config.num_recent_tokens)
+        sample = sample_queries(n, num_queries, *windows).to(input_ids.device)
+        metrics: list[Tensor] = []
+        changes: list[Tensor] = []
 
-        The number by which a norm behind attention divides goes into ``residual``.
+        def receive(_: int, change: Tensor, gradient: Tensor) -> None:
+            of_heads = (gradient * change).sum(-1)  # [Hq, n]
+            changes.append(of_heads.unflatten(0, (config.num_key_value_heads, -1)).sum(1))
+            late = gradient[:, sum(windows) :].unflatten(0, (config.num_key_value_heads, -1))
+            late = late.transpose(1, 2).flatten(2)  # [H, m, G·d]
+            metrics.append(late.mT @ late / late.shape[1])
 
-        Args:
-            layer: the decoder layer.
-            out: ``[H, G, q, d]``, the output of its attention.
-            residual: ``[q]``, the squared length of the residual stream in front of the layer.
+        text = read_with_gradients(
+            model, input_ids, Windows(Visibility(*windows), sinks), gradient_of_draws, receive
+        )
+        return cls(text, sample, metrics[::-1], torch.stack(changes[::-1]))
+
+    def layers(self, model: PodForCausalLM) -> Iterator[tuple[int, "_Layer", list[_AttentionRows]]]:
+        """For each planned layer, yield its index among these, its sampled queries, and lower layers.
+
+        Lower layers are given as the distant attention of all planned layers below, in order. The list is
+        the same object every time, and a caller may empty it.
         """
-        projection, place = layer.self_attn.o_proj, layer.norms[1]
-        weight = projection.weight.to(out)
-        if place is not None:
-            norm = getattr(layer, f"{place}_layernorm")
-            added = out.permute(2, 0, 1, 3).flatten(1) @ weight.T  # [q, hidden]
-            bias = 0.0 if projection.bias is None else projection.bias.to(out)
-            residual = residual * ((added + bias).square().mean(-1) + norm.eps)
-            weight = weight * (norm.weight.to(out) + norm.offset)[:, None]
-        weight = weight * layer.residual_multiplier
-        columns = weight.unflatten(1, (out.shape[0], -1)).transpose(0, 1)
-        return cls(residual, columns, torch.linalg.qr(columns, mode="r").R)  # ‖R e‖ = ‖W e‖
+        lower: list[_AttentionRows] = []
+        for number, layer in enumerate(planned_layers(model.config)):
+            own = _Layer(self.text.inputs_of(model, layer), self.sample, self.metrics[number])
+            yield number, own, lower
+            lower.append(own.rows)
+
+
+def mean_nats(errors: Tensor, metric: Tensor) -> Tensor:
+    """The mean over queries of ``eᵀ M e / 2``, ``[…]``, fp64 on the CPU.
+
+    Args:
+        errors: ``[…, G, q, d]``; ``e`` are those of G query heads, side by side.
+        metric: M, ``[…, G·d, G·d]``.
+    """
+    together = errors.transpose(-3, -2).flatten(-2)  # [..., q, G·d]
+    return ((together @ metric * together).double().sum(-1).mean(-1) / 2).cpu()
 
 
 class _Layer:
@@ -409,12 +358,11 @@ class _Layer:
         lse: ``[H, G, q]``, log-sum-exp of the logits of proximal tokens.
         out: ``[H, G, q, d]``, the output of its heads from all tokens.
         rows: attention to distant tokens, for higher layers that may follow.
-        residual, factor: see `OutputScale`.
-        factor_of_query_heads: ``[H, G, r, d]``, the factor of each query head alone.
+        metric: ``[H, G·d, G·d]``, of errors of ``out``.
     """
 
-    def __init__(self, inputs: AttentionInputs, sample: QuerySample, layer: Any):
-        self.inputs, self.sample = inputs, sample
+    def __init__(self, inputs: AttentionInputs, sample: QuerySample, metric: Tensor):
+        self.inputs, self.sample, self.metric = inputs, sample, metric
         logits = logits_of(inputs, sample.positions).flatten(0, 1)  # [Hq, q, n]
         heads = inputs.k.shape[0]
         proximal = logits.masked_fill(sample.future | sample.distant, float("-inf"))
@@ -428,11 +376,6 @@ class _Layer:
         gate = torch.sigmoid(self.lse - lse.view_as(self.lse))[..., None]
         distant = self.rows.probabilities.unflatten(0, (heads, -1)) @ self.v[:, None]
         self.out = gate * self.near + (1 - gate) * distant
-        residual = inputs.hidden_states[sample.positions].to(logits.dtype).square().sum(-1)
-        scale = OutputScale.of(layer, self.out, residual)
-        self.residual, self.factor = scale.residual, scale.factor
-        alone = scale.columns.unflatten(2, (self.lse.shape[1], -1)).transpose(1, 2)  # [H, G, hidden, d]
-        self.factor_of_query_heads = torch.linalg.qr(alone, mode="r").R
 
     def errors(self, lead: _AttentionRows) -> Tensor:
         """How the output of every query head changes when it takes the distant logits of another layer.
@@ -469,16 +412,7 @@ class _Layer:
 
     def cost(self, errors: Tensor) -> Tensor:
         """The cost of each KV head ``[…, H]`` from errors ``[…, H, G, q, d]``; fp64 on the CPU."""
-        flat = errors.transpose(-3, -2).flatten(-2)  # […, H, q, G·d], as o_proj reads it
-        return self.mean(flat @ self.factor.mT)
-
-    def mean(self, projected: Tensor) -> Tensor:
-        """The mean over queries of squared errors relative to the residual; fp64 on the CPU.
-
-        Args:
-            projected: ``[…, q, r]``, errors behind the output projection.
-        """
-        return (projected.square().sum(-1) / self.residual).double().mean(-1).cpu()
+        return mean_nats(errors, self.metric) * self.sample.share
 
 
 def _packed(x: Tensor, per_channel: bool) -> Tensor:
@@ -488,11 +422,3 @@ def _packed(x: Tensor, per_channel: bool) -> Tensor:
     out = x.clone()
     packing.unpack(packing.pack(x[None, :, :whole]), out[None, :, :whole])
     return out
-
-
-def logits_of(inputs: AttentionInputs, positions: Tensor) -> Tensor:
-    """Logits ``[H, G, q, n]`` of the queries at these positions ``[q]``, at least fp32, without a mask."""
-    compute = torch.promote_types(inputs.q.dtype, torch.float32)
-    q = inputs.q[:, positions].unflatten(0, (inputs.k.shape[0], -1)).to(compute)
-    k = inputs.k.to(compute)
-    return q @ k[:, None].mT * q.shape[-1] ** -0.5

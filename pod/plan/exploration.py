@@ -20,14 +20,19 @@ from pod.modeling.model.sharing import SharingPlan, check_bits
 from pod.modeling.placement import ROOM, free_bytes, share_of_rank
 from pod.models import resolve_model
 from pod.plan.args import ExploreArgs
-from pod.plan.costs import cost_shapes, planned_layers, sample_queries
+from pod.plan.costs import cost_shapes
 from pod.plan.engines import window_counts
+from pod.plan.gradients import held_activations
+from pod.plan.recording import planned_layers, sample_queries
 from pod.plan.solve import Curve, Floats, PackedCosts, solve
 from pod.tokenizer import load_tokenizer
 from pod.training.run.longer_context import extend
 from pod.training.run.mesh import planned_world_size
 
-MATCHING_SEQUENCES = 2  # of text, beside all repeated ones, on which query heads are matched
+REPEATED_SEQUENCES = 2  # most sequences of repeated tokens
+CALIBRATION_SEQUENCES = 8  # most sequences of text on which constant sinks are calibrated
+LOSS_PROMPTS = 4  # prompts on which the loss of a plan is measured
+MATCHING_SEQUENCES = 1  # of text, and as many repeated ones, on which query heads are matched
 C = TypeVar("C", bound=Curve)
 POSITIONS = ("rope", "max_position_embeddings")
 """Fields of section `model` that change which positions the model can read."""
@@ -195,7 +200,7 @@ def check_model(config: Any, explore: ExploreArgs, windows: dict[str, int]) -> N
             f"explore.sequence_length is {explore.sequence_length}, but the model reads "
             f"{config.max_position_embeddings} tokens: lower it, or extend the model first"
         )
-    if explore.cost == "projected":
+    if explore.cost == "nats":
         sample_queries(explore.sequence_length, explore.num_queries, **windows)
     if explore.target == "vllm" and config.layer_windows is not None:
         raise ValueError(
@@ -219,13 +224,16 @@ def at_granularity(explore: ExploreArgs, total: dict[str, Floats]) -> dict[str, 
         total: costs by name, in the shapes of `cost_shapes`.
 
     Returns:
-        For granularity `head` the costs as they are. For `layer` their sums over the KV heads, with H = 1,
-        since the costs of a layer's heads add up. The cost ``follow`` is left out there: a whole layer
-        follows a whole layer, and each of its heads the head of the same index, whose cost is ``in_place``.
+        For granularity `head` the costs as they are. For `layer` their sums over the KV heads, with H = 1.
+        The cost ``follow`` is left out there: a whole layer follows a whole layer, and each of its heads the
+        head of the same index, whose cost is ``in_place``.
     """
     if explore.granularity == "head":
         return total
-    return {name: cost.sum(axis=-1, keepdims=True) for name, cost in total.items() if name != "follow"}
+    found = {name: cost.sum(axis=-1, keepdims=True) for name, cost in total.items() if name != "follow"}
+    if "windows" in found:
+        found["windows"] = found["windows"].sum(axis=1, keepdims=True)
+    return found
 
 
 def allowed(
@@ -240,8 +248,13 @@ def allowed(
     """
     roles = explore.roles or []
     followers = total[follow] if "follow" in roles else None
-    windows = total["window"] if "window" in roles else None
+    windows = window_alone(total["windows"]) if "window" in roles else None
     return followers, windows
+
+
+def window_alone(windows: Floats) -> Floats:
+    """The cost ``[L, H]`` of a window in one head alone, from ``windows`` ``[L, H, L, H]``."""
+    return np.einsum("ijij->ij", windows)
 
 
 def for_target(frontier: C, explore: ExploreArgs) -> C:
@@ -298,12 +311,13 @@ def process_group() -> Iterator[int]:
         dist.destroy_process_group()
 
 
-def describe_cost(config: Any, explore: ExploreArgs, sinks: str = "tokens") -> str:
+def describe_cost(config: Any, explore: ExploreArgs, sinks: str = "tokens", itemsize: int = 2) -> str:
     """Text for `--dry-run`: how many tokens `pod explore` reads, and its memory beside the weights.
 
     Args:
         config: of the model.
         sinks: see `sinks_of`.
+        itemsize: bytes of a number of the model.
     """
     if explore.heads:
         num_tokens = min(explore.head_tokens, config.max_position_embeddings // explore.head_repeats)
@@ -311,19 +325,27 @@ def describe_cost(config: Any, explore: ExploreArgs, sinks: str = "tokens") -> s
         return f"retrieval heads: one forward pass over {explore.head_repeats} x {num_tokens} = {n} tokens"
     layers, heads = len(planned_layers(config)), config.num_attention_heads
     n, q, count = explore.sequence_length, explore.num_queries, explore.num_sequences
-    what = f"{explore.cost}: one forward pass over {count} x {n} = {count * n} tokens"
-    if explore.cost == "projected":
-        repeated = explore.retrieval_sequences
-        matching = repeated + min(count, MATCHING_SEQUENCES)
+    passes = "one forward pass" if explore.cost == "similarity" else "one forward and one backward pass"
+    what = f"{explore.cost}: {passes} over {count} x {n} = {count * n} tokens"
+    if explore.cost == "nats":
         losses = min(count, explore.loss_sequences)
-        what += f" and {repeated} x {n} repeated tokens"
+        if explore.retrieval_sequences and "window" in (explore.roles or []):
+            what += f" and {explore.retrieval_sequences} prompts (which are read once more)"
+        repeated = min(REPEATED_SEQUENCES, explore.retrieval_sequences)
+        if "follow" in (explore.roles or []) or 4 in explore.bits:
+            what += f", {repeated} x {n} repeated tokens"
         if "follow" in (explore.roles or []):
-            what += f", one pass over {matching} sequences to match heads"
-        what += f", two over {losses} for the loss"
+            matching = min(repeated, MATCHING_SEQUENCES) + min(count, MATCHING_SEQUENCES)
+            what += f", the same over {matching} sequences to match heads"
+        answers = f" and {LOSS_PROMPTS} prompts" if explore.retrieval_sequences else ""
+        what += f", one forward pass over {losses} sequences{answers} with and without the plan for the loss"
         if sinks == "constant":
-            what += f", one more over {count} and {repeated} sequences for windows with constant sinks"
+            what += f", one over {min(count, CALIBRATION_SEQUENCES)} for windows with constant sinks"
     if explore.roles == ["window"]:
         layers = 1  # rows are kept for layers above that may follow
     size = 4e-6 * layers * heads * q * n
     rows = f"{size:.0f} MB of attention rows ({layers} layers x {heads} heads x {q} x {n} fp32)"
-    return f"{what}, divided among the ranks\nmemory per rank: the model, {rows}"
+    memory = f"memory per rank: the model, {rows}"
+    if explore.cost == "nats":
+        memory += f", {held_activations(config, n, itemsize) / 1e6:,.0f} MB of activations"
+    return f"{what}, divided among the ranks\n{memory}"

@@ -19,7 +19,7 @@ import shutil
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,21 +32,26 @@ from pod.files import atomic_write_bytes, keep_old
 from pod.identity import content_of
 from pod.modeling.model.llama import PodForCausalLM
 from pod.modeling.retrieval_heads import RetrievalHeads
-from pod.plan.calibration import CALIBRATION_SEQUENCES, find_sinks, measure_window_costs
+from pod.plan.calibration import find_sinks
 from pod.plan.checks import check_array, check_groups
 from pod.plan.costs import (
-    EARLY,
     FOLLOWER_COSTS,
     RETRIEVAL,
     cost_shapes,
     match_query_heads,
     measure_costs,
     measure_query_head_errors,
-    planned_layers,
-    record_attention_inputs,
-    record_attention_rows,
+    measure_retrieval,
 )
-from pod.plan.exploration import MATCHING_SEQUENCES, Exploration
+from pod.plan.exploration import (
+    CALIBRATION_SEQUENCES,
+    LOSS_PROMPTS,
+    MATCHING_SEQUENCES,
+    REPEATED_SEQUENCES,
+    Exploration,
+)
+from pod.plan.needles import Prompt, needle_prompts
+from pod.plan.recording import planned_layers, record_attention_inputs, record_attention_rows
 from pod.plan.similarity import jensen_shannon_similarity
 from pod.training.checkpoint.run_identity import sha256_of
 from pod.training.run.mesh import from_rank_0
@@ -54,8 +59,9 @@ from pod.verbosity import is_quiet
 
 COSTS_NAME, HEADS_NAME = "plan_costs.safetensors", "retrieval_heads.json"
 SCHEMA_VERSION = "2"  # of files of measurements; other versions are refused
-REPEATS = 4  # copies of the random tokens of a retrieval sequence
+REPEATS = 4  # copies of the random tokens of a repeated sequence
 UNIT = 2.0**-40  # of the integer sums; int64 holds sums below 2^23
+S = TypeVar("S")
 Say = Callable[[str], None]
 """A function that receives a line for the user, such as `print`."""
 
@@ -67,9 +73,9 @@ class MeasuredCosts:
     Attributes:
         tensors: means over sequences, fp64, by name. A similarity is ``similarity`` ``[L, L, Hq]``. Costs
             are those of `cost_shapes`, once measured on text and once, with RETRIEVAL behind their names, on
-            repeated tokens. Where heads may follow, ``order`` ``[L, L, H, H, G]`` is there too, see
-            `match_query_heads`. With constant sinks there are also EARLY, ``sink_logits`` ``[L, Hq]`` and
-            ``sink_values`` ``[L, H, d]``.
+            prompts (windows) or repeated tokens (the others). Where heads may follow, ``order``
+            ``[L, L, H, H, G]`` is there too, see `match_query_heads`. With constant sinks there are also
+            ``sink_logits`` ``[L, Hq]`` and ``sink_values`` ``[L, H, d]``.
         provenance: model, number of its KV heads, sources, windows, tokens n of a sequence, queries q, number
             N of sequences, seed and fingerprints. Where some layers were trained with windows, also
             ``layers``, the L layers that are measured, and ``num_layers``, the number of all layers.
@@ -124,17 +130,27 @@ def find_costs(exploration: Exploration, say: Say = print) -> MeasuredCosts:
 
     Arguments and errors are those of `find_similarity`.
     """
-    wanted: dict[str, Any] = {"retrieval_sequences": exploration.explore.retrieval_sequences}
+    explore = exploration.explore
+    wanted: dict[str, Any] = {"retrieval_sequences": explore.retrieval_sequences, "unit": "nats per token"}
     wanted |= exploration.windows
     if not exploration.windows["num_sink_tokens"]:  # a measurement with stored first tokens names no sinks
         wanted["sinks"] = exploration.sinks
-    needed = FOLLOWER_COSTS if _may_follow(exploration) else ()
+    needed: list[str] = [*FOLLOWER_COSTS] if _may_follow(exploration) else []
+    if explore.retrieval_sequences and _may_have_windows(exploration):
+        needed.append("windows" + RETRIEVAL)
+    if explore.retrieval_sequences and 4 in explore.bits:
+        needed.append("lead4" + RETRIEVAL)
     return _find(exploration, COSTS_NAME, _measure_costs, wanted, say, needed)
 
 
 def _may_follow(exploration: Exploration) -> bool:
     """Whether the settings allow heads to follow, so that costs of followers are needed."""
     return "follow" in (exploration.explore.roles or [])
+
+
+def _may_have_windows(exploration: Exploration) -> bool:
+    """Whether the settings allow windows, so that their costs of retrieval are needed."""
+    return "window" in (exploration.explore.roles or [])
 
 
 def find_heads(exploration: Exploration) -> RetrievalHeads:
@@ -230,8 +246,8 @@ def _find(
         provenance |= {"layers": planned_layers(model.config), "num_layers": model.config.num_hidden_layers}
     partial = path.with_suffix(f".partial-{sha256_of([provenance, *needed])[:8]}")
 
-    def mean(part: str, measure_one: Any, shape: Sequence[int], texts: Sequence[Tensor]) -> Tensor:
-        return measure_mean(lambda ids: measure_one(ids.to(model.device)), shape, texts, partial / part)
+    def mean(part: str, measure_one: Any, shape: Sequence[int], texts: Sequence[Any]) -> Tensor:
+        return measure_mean(measure_one, shape, texts, partial / part)
 
     found = MeasuredCosts(measure(exploration, model, sequences, mean), provenance)
     if not dist.is_initialized() or dist.get_rank() == 0:
@@ -242,17 +258,17 @@ def _find(
 
 
 def measure_mean(
-    measure: Callable[[Tensor], Tensor], shape: Sequence[int], sequences: Sequence[Tensor], folder: Path
+    measure: Callable[[S], Tensor], shape: Sequence[int], sequences: Sequence[S], folder: Path
 ) -> Tensor:
     """The mean of what `measure` gives for each sequence, in fp64.
 
     The ranks divide the sequences. The bits are the same for any number of ranks and of interruptions.
 
     Args:
-        measure: a function input_ids ``[1, n]`` → ``[*shape]``. The sum of its values over all sequences
-            must stay below 2^23.
+        measure: a function sequence → ``[*shape]``. The sum of its values over all sequences must stay below
+            2^23.
         shape: of what `measure` gives.
-        sequences: N tensors ``[n]`` of token ids, the same list on every rank.
+        sequences: N tensors ``[n]`` of token ids, or prompts; the same list on every rank.
         folder: receives a file per sequence, so that an interrupted measurement can be continued. It is for
             these sequences alone, and all ranks see it. Its name says what is measured. The caller deletes
             it.
@@ -274,7 +290,7 @@ def measure_mean(
         total=len(files), desc=f"explore, {folder.name}", unit="seq", disable=rank > 0 or is_quiet()
     ) as bar:
         for count, index in enumerate(remaining[rank::world], start=1):
-            units = (measure(sequences[index].reshape(1, -1)) / UNIT).round().to(torch.int64)
+            units = (measure(sequences[index]) / UNIT).round().to(torch.int64)
             MeasuredCosts({"units": units}, {}).save(files[index])
             total += units
             bar.update(min(len(done) + count * world, len(files)) - bar.n)
@@ -288,7 +304,8 @@ def _measure_similarity(
 ) -> dict[str, Tensor]:
     """Measure the attention similarity of all pairs of layers on all sequences."""
 
-    def measure(input_ids: Tensor) -> Tensor:
+    def measure(ids: Tensor) -> Tensor:
+        input_ids = ids[None].to(model.device)
         rows = record_attention_rows(model, input_ids, exploration.explore.num_queries)
         return jensen_shannon_similarity(torch.stack(list(rows)))
 
@@ -305,28 +322,32 @@ def _measure_costs(
     """
     queries, config = exploration.explore.num_queries, model.config
     layers, heads = len(planned_layers(config)), config.num_attention_heads
-    repeated = repeated_sequences(exploration, config)
+    prompts = needle_prompts_of(exploration, config, sequences)
+    repeated = []
+    if _may_follow(exploration) or 4 in exploration.explore.bits:
+        repeated = repeated_sequences(exploration, config)
     followers = _may_follow(exploration)
     shapes = cost_shapes(layers, config.num_key_value_heads, followers)
     tensors: dict[str, Tensor] = {}
     order, sinks = None, None
     if followers:
-        few = [*sequences[:MATCHING_SEQUENCES], *repeated]
+        few = [*sequences[:MATCHING_SEQUENCES], *repeated[:MATCHING_SEQUENCES]]
         shape = layers, layers, heads, heads
-        errors = mean("query heads", lambda ids: measure_query_head_errors(model, ids, queries), shape, few)
+
+        def errors_of(ids: Tensor) -> Tensor:
+            return measure_query_head_errors(model, ids[None].to(model.device), queries)
+
+        errors = mean("query heads", errors_of, shape, few)
         order = tensors["order"] = match_query_heads(errors, config.num_key_value_heads)
     if exploration.sinks == "constant":
         some = sequences[:CALIBRATION_SEQUENCES]
         sinks = from_rank_0(lambda: find_sinks(model, some, queries))
         tensors["sink_logits"] = torch.stack([sink.logits for sink in sinks])
         tensors["sink_values"] = torch.stack([sink.values for sink in sinks])
-        shapes[EARLY] = shapes["window"]
     sizes = [math.prod(shape) for shape in shapes.values()]
 
-    def flat(input_ids: Tensor) -> Tensor:
-        found = measure_costs(model, input_ids, queries, order)
-        if sinks is not None:
-            found |= measure_window_costs(model, input_ids, queries, sinks)
+    def flat(ids: Tensor) -> Tensor:
+        found = measure_costs(model, ids[None].to(model.device), queries, order, sinks)
         return torch.cat([found[name].flatten() for name in shapes])
 
     for name, ending, texts in (("text", "", sequences), ("repeated", RETRIEVAL, repeated)):
@@ -334,18 +355,48 @@ def _measure_costs(
             continue
         parts = mean(name, flat, (sum(sizes),), texts).split(sizes)
         for (role, shape), part in zip(shapes.items(), parts, strict=True):
-            tensors[role + ending] = part.view(shape)
+            if role != "windows" or not ending:
+                tensors[role + ending] = part.view(shape)
+    if prompts:
+        pairs = layers, config.num_key_value_heads
+        alone = mean("retrieval", lambda one: measure_retrieval(model, one, sinks), pairs, prompts)
+        tensors["windows" + RETRIEVAL] = alone.flatten().diag().view(shapes["windows"])
     return tensors
 
 
+def needle_prompts_of(
+    exploration: Exploration, config: Any, sequences: Sequence[Tensor], held_out: bool = False
+) -> list[Prompt]:
+    """The prompts on which retrieval is measured; none where the settings want none, or no windows.
+
+    Args:
+        sequences: text of the prompts.
+        held_out: make `LOSS_PROMPTS` other ones, on which the loss of a plan is measured.
+    """
+    explore, seed = exploration.explore, exploration.settings["seed"]
+    if not explore.retrieval_sequences or not _may_have_windows(exploration):
+        return []
+    return needle_prompts(
+        exploration.load_tokenizer(),
+        sequences,
+        count=LOSS_PROMPTS if held_out else explore.retrieval_sequences,
+        windows=(exploration.windows["num_sink_tokens"], exploration.windows["num_recent_tokens"]),
+        longest=config.max_position_embeddings,
+        seed=seed + 1 if held_out else seed,
+    )
+
+
 def repeated_sequences(exploration: Exploration, config: Any) -> list[Tensor]:
-    """Sequences of random ordinary tokens, each repeated REPEATS times; none where the settings want none."""
+    """At most `REPEATED_SEQUENCES` sequences of random ordinary tokens, each repeated `REPEATS` times.
+
+    There are none where the settings want none.
+    """
     explore, first = exploration.explore, exploration.settings["seed"]
     if not explore.retrieval_sequences:
         return []  # without loading the tokenizer
     tokenizer = exploration.load_tokenizer()
     num_tokens = explore.sequence_length // REPEATS
-    seeds = range(first, first + explore.retrieval_sequences)
+    seeds = range(first, first + min(REPEATED_SEQUENCES, explore.retrieval_sequences))
     return [ordinary_tokens(tokenizer, config, num_tokens, REPEATS, seed) for seed in seeds]
 
 
@@ -367,8 +418,9 @@ def reusable(
         return None
     found = load(path)
     changed = sorted(key for key, value in wanted.items() if found.provenance.get(key) != value)
-    if any(name not in found.tensors for name in needed):
-        changed.append("roles (it has no costs of followers)")
+    missing = [name for name in needed if name not in found.tensors]
+    if missing:
+        changed.append(f"roles or bits (it has no {', '.join(missing)})")
     if not changed:
         say(f"explore: {path} fits the settings and is used again")
         return found

@@ -31,6 +31,8 @@ from pod.plan.choose import Choice
 from pod.plan.engines import EngineCache, describe_engine, window_counts
 from pod.plan.plan_progress import steps
 
+MOST_POINTS = 100
+"""Most points of a curve, about. With 1,000 heads, choosing the windows of a point takes seconds."""
 SCHEMA_VERSION = 1  # of the curve that `pareto` makes
 # What `Choice.without` and the provenance call a thing that was forbidden → how reports call it.
 FORBIDDEN = {
@@ -45,7 +47,8 @@ def pareto(choice: Choice, explore: ExploreArgs, windows: dict[str, int]) -> dic
 
     Each point has its saving, the least cost, the least cost of saving as much or more when one role or
     packing is forbidden, and the numbers of roles in the plan. There is a point for each half of a pair's
-    bytes, and one for the chosen plan. A saving is the share of bytes at ``budget_length`` tokens.
+    bytes, at most about `MOST_POINTS`, and one for the chosen plan. A saving is the share of bytes at
+    ``budget_length`` tokens.
 
     Heads have one order on the whole curve: the order that was found for the chosen plan. A curve with a role
     forbidden has an order of its own.
@@ -54,16 +57,18 @@ def pareto(choice: Choice, explore: ExploreArgs, windows: dict[str, int]) -> dic
         choice: of a plan by dynamic programming; a greedy plan has no curve.
         windows: `num_sink_tokens` and `num_recent_tokens` of the plan.
     """
-    assert choice.frontier is not None, "a greedy plan has no curve"
-    frontier, chosen, pair = choice.frontier, choice.units, choice.frontier.pair_units
-    every = {frontier.cheapest(units) for units in range(0, len(frontier.costs), pair // 2)} | {chosen}
+    assert choice.plans is not None, "a greedy plan has no curve"
+    frontier, chosen = choice.plans.curve, choice.units
+    pair = frontier.pair_units
+    wanted = range(0, len(frontier.costs), max(pair // 2, len(frontier.costs) // MOST_POINTS))
+    every = {frontier.cheapest(units) for units in wanted} | {chosen}
     points = []
     for units in steps(sorted(every), "curve"):
         plan = replace(choice.plan_at(units), head_dim=choice.plan.head_dim)
         point = {
             "units": units,
             "saving": plan.saving(explore.budget_tokens, **windows),
-            "cost": float(frontier.costs[units]),
+            "cost": choice.plans.at(units)[1],
             "cost_without": {name: other.cost_of(units, pair) for name, other in choice.without.items()},
             "leads": plan.num_leads,
             "followers": plan.num_followers,
@@ -118,7 +123,8 @@ def summary(plan: SharingPlan, explore: ExploreArgs, windows: dict[str, int]) ->
         layers = f"{moved} of {plan.num_layers} layers"
         lines.append(f"heads change their order in {layers}; the output of the model stays the same")
     if "plan_cost" in found:
-        costs = [f"cost of the plan, the lowest at this saving: {found['plan_cost']:.4g}"]
+        unit = " nats per token" if found.get("cost") == "nats" else ""
+        costs = [f"cost of the plan: {found['plan_cost']:.4g}{unit}"]
         for name, what in FORBIDDEN.items():
             cost = found.get(f"plan_cost_without_{name}", math.nan)
             if cost is None or not math.isnan(cost):
@@ -127,7 +133,7 @@ def summary(plan: SharingPlan, explore: ExploreArgs, windows: dict[str, int]) ->
     losses = found.get("losses", {})
     for kind, dense in losses.get("dense", {}).items():
         own = losses["plan"][kind]
-        what = "text" if kind == "text" else "repeated random tokens"
+        what = "text" if kind == "text" else "numbers that stand far back"
         change = f"perplexity x {math.exp(own - dense):.3f}"
         lines.append(f"measured loss on {what}: dense {dense:.4f}, plan {own:.4f} nats per token ({change})")
     if explore.target == "vllm":
@@ -324,7 +330,8 @@ def _draw_curves(axes: Axes, curve: dict[str, Any], saving: NDArray[np.float64])
         axes.plot(saving, costs, color=colour, linestyle="--", label=f"without {name.replace('_', ' ')}")
     at = [point["units"] for point in points].index(curve["chosen"]["units"])
     axes.plot(saving[at], points[at]["cost"], "o", color="crimson", linestyle="", label="the plan")
-    axes.set_ylabel(f"cost `{curve['cost']}`, summed over pairs")
+    nats = curve["cost"] == "nats"
+    axes.set_ylabel("cost, nats per token" if nats else f"cost `{curve['cost']}`, summed over pairs")
     axes.grid(alpha=0.25)
     axes.legend(fontsize=9)
 

@@ -24,6 +24,8 @@ from torch import Tensor, nn
 import pod
 from pod.eval import runner
 from pod.plan import choose, costs
+from pod.plan.needles import Prompt
+from pod.plan.recording import record_attention_rows
 from pod.plan.similarity import jensen_shannon_similarity
 from pod.recipe import load_recipe
 from pod.training.args import TrainArgs
@@ -226,7 +228,9 @@ def explored(model: nn.Module, device: str) -> dict:
     with simulated_device.watch() as counted:
         found = list(costs.measure_costs(model, on_device, 9, order).values())
         found.append(costs.measure_query_head_errors(model, on_device, 9))
-        rows = torch.stack(list(costs.record_attention_rows(model, on_device, 9)))
+        prompt = Prompt(ids[0], torch.tensor([50, 51, 57]))
+        found.append(costs.measure_retrieval(model, prompt))
+        rows = torch.stack(list(record_attention_rows(model, on_device, 9)))
         found.append(jensen_shannon_similarity(rows))
         plan = make_pod(plan=True).config.sharing_plan
         found.append(torch.tensor([choose.plan_loss(model, plan, [ids[0]])], dtype=torch.float64))

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import pod
-from pod.plan.costs import record_attention_rows
+from pod.plan.recording import record_attention_rows
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3-g3"])

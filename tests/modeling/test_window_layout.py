@@ -6,7 +6,7 @@ import torch
 from rule_bytes import rule_nbytes
 
 import pod
-from pod.plan.costs import record_attention_rows
+from pod.plan.recording import record_attention_rows
 
 DOCS = torch.tensor([0] * 13 + [1] * 1 + [2] * 20 + [-1] * 3)
 

@@ -1,5 +1,6 @@
 """Small models whose roles are measured, and orders of their heads."""
 
+import numpy as np
 import torch
 
 import pod
@@ -25,3 +26,26 @@ def any_order(config, seed=0):
     count = layers * layers * heads * heads
     rows = [torch.randperm(groups, generator=generator) for _ in range(count)]
     return torch.stack(rows).view(layers, layers, heads, heads, groups)
+
+
+def gradients_of_attention(model, input_ids):
+    """Gradients ``[n, hidden]`` of the summed loss of drawn tokens for the output of each layer's attention.
+
+    One graph of the whole model. Token i is drawn by the i-th number of the seeded generator.
+    """
+    outs = []
+    hooks = [
+        layer.self_attn.o_proj.register_forward_hook(lambda _, inputs, out: outs.append(out))
+        for layer in model.model.layers
+    ]
+    with torch.enable_grad():
+        logits = model(input_ids, use_cache=False).logits[0]
+        for hook in hooks:
+            hook.remove()
+        chances = torch.rand(len(logits), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        sums = np.cumsum(logits.detach().softmax(-1).numpy(), axis=1)
+        drawn = [
+            int(np.searchsorted(row, chance, side="right")) for row, chance in zip(sums, chances, strict=True)
+        ]
+        loss = torch.nn.functional.cross_entropy(logits, torch.tensor(drawn), reduction="sum")
+        return [gradient[0] for gradient in torch.autograd.grad(loss, outs)]

@@ -8,8 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from plan_costs_at_random import explore_args
-from plan_models import make_model
+from plan_models import gradients_of_attention, make_model
 
 import pod
 from pod.commands import explore
@@ -20,20 +19,13 @@ from pod.plan.calibration import (
     find_sinks,
     first_tokens,
     fitted_sink,
-    measure_window_costs,
     window_queries,
     with_constants,
 )
-from pod.plan.choose import choose, in_all_layers
-from pod.plan.costs import (
-    cost_shapes,
-    measure_costs,
-    record_attention_inputs,
-    sample_queries,
-    total_costs,
-)
+from pod.plan.choose import in_all_layers
+from pod.plan.costs import measure_costs
 from pod.plan.exploration import Exploration
-from pod.plan.measured_costs import MeasuredCosts
+from pod.plan.recording import record_attention_inputs, sample_queries
 from pod.recipe import load_recipe
 
 TOKENS, RECENT = 41, 7
@@ -75,15 +67,21 @@ class Naive:
         head = query_head // self.groups
         return table.softmax(-1) @ torch.cat([self.inputs[layer].v[head], sink.values[head][None]])
 
-    def costs(self, layer, head, sink):
-        """Of every query ``[n]``: the change of what the residual stream gets, relative to it."""
-        decoder, own = self.model.model.layers[layer], self.inputs[layer]
+    def change(self, layer, head, sink):
+        """Of every query ``[n, hidden]``: the change of the output of the layer's attention."""
+        projection, own = self.model.model.layers[layer].self_attn.o_proj, self.inputs[layer]
         d = own.v.shape[-1]
-        change = torch.zeros(self.n, decoder.self_attn.o_proj.weight.shape[0]).double()
+        change = torch.zeros(self.n, projection.weight.shape[0]).double()
         for query_head in range(head * self.groups, (head + 1) * self.groups):
             full = self.logits(layer, query_head).softmax(-1) @ own.v[head]
-            columns = decoder.self_attn.o_proj.weight[:, query_head * d : (query_head + 1) * d]
+            columns = projection.weight[:, query_head * d : (query_head + 1) * d]
             change += (self.window(layer, query_head, sink) - full) @ columns.T
+        return change
+
+    def misfits(self, layer, head, sink):
+        """Of every query ``[n]``: the change of what the residual stream gets, relative to it."""
+        decoder, own = self.model.model.layers[layer], self.inputs[layer]
+        change = self.change(layer, head, sink)
         if decoder.norms[1] is not None:
             outs = [
                 self.logits(layer, one).softmax(-1) @ own.v[one // self.groups]
@@ -125,11 +123,14 @@ def test_the_start_is_what_distant_queries_read_from_the_first_four_tokens(heads
     ],
 )
 @torch.no_grad()
-def test_costs_equal_their_definition_at_distant_and_at_early_queries(heads, recent, queries, changes):
+def test_misfits_equal_their_definition_at_distant_and_at_early_queries(heads, recent, queries, changes):
     """The sink counts at every position: first tokens whole, other early ones by their share of the text."""
     model, ids = make_model(*heads, sinks=0, recent=recent, **changes), ids_of()
     sinks = random_sinks(model)
-    found = measure_window_costs(model, ids, queries, sinks)
+    found = [
+        own.misfits(sink).sum(1)
+        for (own, _), sink in zip(window_queries(model, ids, queries), sinks, strict=True)
+    ]
     naive = Naive(model, ids)
     alone = [Naive(model, ids[:, index * TOKENS // 32][None]) for index in range(32)]
     distant = sample_queries(TOKENS, queries, 0, recent).positions
@@ -137,24 +138,36 @@ def test_costs_equal_their_definition_at_distant_and_at_early_queries(heads, rec
     if queries >= recent - 1:
         early = list(range(1, recent))
     for layer, head in itertools.product(range(4), range(heads[1])):
-        costs = naive.costs(layer, head, sinks[layer])
-        assert found["window"][layer, head].item() == pytest.approx(costs[distant].mean().item(), rel=1e-9)
-        first = [one.costs(layer, head, sinks[layer]) for one in alone]
-        expected = torch.cat(first).mean()
+        misfits = naive.misfits(layer, head, sinks[layer])
+        first = [one.misfits(layer, head, sinks[layer]) for one in alone]
+        expected = torch.cat(first).mean() + misfits[distant].mean()
         if early:
-            expected = expected + (recent - 1) / TOKENS * costs[early].mean()
+            expected = expected + (recent - 1) / TOKENS * misfits[early].mean()
         assert expected > 1e-6
-        assert found["early"][layer, head].item() == pytest.approx(expected.item(), rel=1e-9)
+        assert found[layer][head].item() == pytest.approx(expected.item(), rel=1e-9)
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@torch.no_grad()
+def test_costs_count_the_sink_at_every_position(heads):
+    model, ids = make_model(*heads, sinks=0, recent=RECENT), ids_of()
+    sinks = random_sinks(model)
+    found = measure_costs(model, ids, 9, None, sinks)["windows"].flatten(2).flatten(0, 1)
+    naive, gradients = Naive(model, ids), gradients_of_attention(model, ids)
+    changes = [
+        (naive.change(layer, head, sinks[layer]) * gradients[layer]).sum(-1)
+        for layer, head in itertools.product(range(4), range(heads[1]))
+    ]
+    together = torch.stack(changes)
+    torch.testing.assert_close(found, together @ together.T / (2 * TOKENS), rtol=1e-9, atol=1e-15)
 
 
 @torch.no_grad()
-def test_a_sink_of_no_weight_costs_nothing_early_and_what_a_window_costs_behind():
+def test_a_sink_of_no_weight_costs_what_a_window_without_one_costs():
     model, ids = make_model(6, 2, sinks=0, recent=RECENT), ids_of()
     nothing = [Sink(torch.full((6,), -1e4).double(), sink.values) for sink in random_sinks(model)]
-    found = measure_window_costs(model, ids, 9, nothing)
-    assert found["early"].abs().max() < 1e-20
-    order = torch.arange(3).expand(4, 4, 2, 2, 3)
-    torch.testing.assert_close(found["window"], measure_costs(model, ids, 9, order)["window"])
+    found = measure_costs(model, ids, 9, None, nothing)
+    torch.testing.assert_close(found["windows"], measure_costs(model, ids, 9, None)["windows"])
 
 
 def test_fitting_finds_constants_that_explain_everything():
@@ -165,11 +178,11 @@ def test_fitting_finds_constants_that_explain_everything():
     share = torch.sigmoid(true.logits.view(2, 3, 1) - queries.lse)[..., None]
     made = replace(queries, out=(1 - share) * queries.near + share * true.values[:, None, None])
     found = fitted_sink(made, start)
-    assert made.costs(found).sum() < 1e-4 * made.costs(start).sum()
+    assert made.misfits(found).sum() < 1e-4 * made.misfits(start).sum()
     torch.testing.assert_close(found.logits, true.logits, rtol=0, atol=0.1)
 
 
-def test_fitted_constants_cost_less_than_measured_ones_early_and_in_all():
+def test_fitted_constants_fit_better_than_measured_ones():
     model = make_model(6, 2, sinks=0, recent=RECENT)
     texts = [ids_of(80, seed)[0] for seed in range(3)]
     fitted = find_sinks(model, texts, 20)
@@ -179,8 +192,11 @@ def test_fitted_constants_cost_less_than_measured_ones_early_and_in_all():
         measured.append(Sink(*(torch.stack(part).mean(0) for part in parts)))
     sums = []
     for sinks in (fitted, measured):
-        costs = [measure_window_costs(model, ids[None], 20, sinks) for ids in texts]
-        sums.append(sum(cost["window"].sum(1) + cost["early"].sum(1) for cost in costs))
+        costs = [
+            torch.stack([own.misfits(sink).sum() for (own, _), sink in zip(layers, sinks, strict=True)])
+            for layers in (window_queries(model, ids[None], 20) for ids in texts)
+        ]
+        sums.append(sum(costs))
     assert (sums[0] < 0.9 * sums[1]).all()
 
 
@@ -192,32 +208,19 @@ def test_first_tokens_are_those_of_texts():
     assert first_tokens(ids, 100).tolist() == [100]  # all texts begin with it
 
 
-def test_a_layer_whose_first_token_is_hurt_costs_more_and_is_left_alone():
-    """Fp32. A sink that is light beside 48 tokens is heavy beside one. Distant queries hardly see it."""
+def test_a_sink_that_hurts_first_tokens_costs_more():
+    """A sink that is light beside 48 tokens is heavy beside one. Distant queries hardly see it."""
     torch.manual_seed(1)
-    model, ids = make_model(6, 2, sinks=0, recent=48).float(), ids_of(160)
+    model, ids = make_model(6, 2, sinks=0, recent=48), ids_of(160)
     for number, layer in enumerate(model.model.layers):
         layer.self_attn.o_proj.weight.data *= 0.3 if number == 1 else 1.0
     values = torch.full((2, 8), 4.0)
     light = Sink(torch.full((6,), -30.0), values)
     sinks = [Sink(torch.full((6,), 1.0), values) if layer == 1 else light for layer in range(4)]
-    order = torch.arange(3).expand(4, 4, 2, 2, 3)
-    found = measure_window_costs(model, ids, 32, sinks)
-    assert found["window"].sum(1).argmin() == 1
-    assert found["early"].sum(1).argmax() == 1
-
-    zeros = {name: torch.zeros(shape).double() for name, shape in cost_shapes(4, 2).items()}
-    settings = explore_args(target="vllm", target_saving=0.25)
-    windows = {"num_sink_tokens": 0, "num_recent_tokens": 48}
-    provenance = {"model": "m", "head_dim": 8}
-    chosen = []
-    for costs in (zeros | {"window": found["window"]}, zeros | found):
-        plan = choose(MeasuredCosts(costs | {"order": order}, provenance), settings, windows).plan
-        chosen.append([layer for layer, row in enumerate(plan.lead) if row[0] is None])
-    assert chosen[0] == [1]
-    assert len(chosen[1]) == 1 and chosen[1] != [1]
-    total = total_costs(zeros | found, 1.0)["window"]
-    torch.testing.assert_close(torch.from_numpy(total), found["window"] + found["early"])
+    own, none = (measure_costs(model, ids, 32, None, one)["windows"] for one in (sinks, [light] * 4))
+    alone, without = (torch.einsum("ijij->i", one) for one in (own, none))
+    assert alone[1] > 1.2 * without[1]
+    torch.testing.assert_close(alone[[0, 2, 3]], without[[0, 2, 3]])
 
 
 @torch.no_grad()

@@ -64,7 +64,10 @@ CASES = {
     "query heads": (lambda: match_query_heads(torch.ones(4, 5, 6, 6), 3), "errors has shape [4, 5, 6, 6]"),
     "query heads, groups": (lambda: match_query_heads(torch.ones(4, 4, 6, 6), 4), "a multiple of"),
     "costs": (lambda: total_costs(COSTS | {"lead4": torch.ones(3, 5)}, 1.0), "lead4 has shape [3, 5]"),
-    "costs, less": (lambda: total_costs({"window": torch.ones(3, 5)}, 1.0), "costs of lead4 are missing"),
+    "costs, less": (
+        lambda: total_costs({"windows": torch.ones(3, 5, 3, 5)}, 1.0),
+        "costs of lead4 are missing",
+    ),
     "scores": (lambda: head_scores(torch.ones(4, 9, 8), torch.ones(2, 8, 9), 3), "k has shape [2, 8, 9]"),
     "scores, groups": (lambda: head_scores(torch.ones(4, 9, 8), torch.ones(3, 9, 8), 3), "4 query heads"),
     "scores, tokens": (lambda: head_scores(torch.ones(4, 9, 8), torch.ones(2, 9, 8), 9), "num_tokens is 9"),
@@ -85,4 +88,4 @@ def test_right_arrays_pass():
     assert greedy_plan(similarity(), 2).num_layers == 6
     below = with_nan(FOLLOW, 3, 1, 0)  # not read there
     assert np.isfinite(solve(below, np.where(WINDOW > 0, np.inf, WINDOW)).costs).any()
-    assert total_costs(COSTS, 1.0)["window"].shape == (5, 3)
+    assert total_costs(COSTS, 1.0)["windows"].shape == (5, 3, 5, 3)

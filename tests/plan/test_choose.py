@@ -21,10 +21,11 @@ from pod.models import resolve_model
 from pod.plan import measured_costs as measure_module
 from pod.plan.choose import choose, head_order, plan_loss
 from pod.plan.costs import cost_shapes, total_costs
-from pod.plan.exploration import Exploration
+from pod.plan.exploration import Exploration, window_alone
 from pod.plan.measured_costs import MeasuredCosts
 from pod.plan.plan_report import pareto
 from pod.plan.solve import solve
+from pod.plan.together import Plans
 from pod.recipe import load_recipe, run
 
 WRITTEN = {
@@ -60,7 +61,7 @@ def test_without_alignment_the_plan_is_the_solvers(roles):
         for name in cost_shapes(1, 1)
     }
     follow = total["in_place"] if "follow" in roles else None
-    window = total["window"] if "window" in roles else None
+    window = window_alone(total["windows"]) if "window" in roles else None
     units = 12  # 0.3 of 28 tokens of which 21 are distant, of 5 x 3 pairs
     expected = solve(follow, window)
     assert choice.plan.lead == expected.plan(units).lead and choice.plan.head_order is None
@@ -94,7 +95,7 @@ def test_an_aligned_plan_costs_what_its_pairs_cost_and_stands_in_their_order():
         for place, lead in enumerate(row):
             inside = (query[layer, 2 * place : 2 * place + 2] % 2).tolist()
             if lead is None:
-                expected += total["window"][layer, head[layer, place]]
+                expected += window_alone(total["windows"])[layer, head[layer, place]]
             elif lead != layer:
                 pair = lead, layer, head[lead, place], head[layer, place]
                 expected += total["follow"][pair]
@@ -116,8 +117,8 @@ def test_heads_that_stay_give_no_order_and_forbidden_roles_may_not_reach():
     straight = ((0, 1, 2, 3),) * 3
     assert head_order(plan, ((0, 1),) * 3, order) == straight and replace(plan, head_order=straight) == plan
     assert head_order(plan, ((0, 1), (1, 0), (0, 1)), order) == ((0, 1, 2, 3), (2, 3, 0, 1), (0, 1, 2, 3))
-    frontier = solve(None, np.array([[0.5], [0.25]]))
-    assert [frontier.cost_of(units, 2) for units in range(6)] == [0, 0.25, 0.25, 0.75, 0.75, None]
+    plans = Plans(solve(None, np.array([[0.5], [0.25]])))
+    assert [plans.cost_of(units, 2) for units in range(6)] == [0, 0.25, 0.25, 0.75, 0.75, None]
 
 
 def cost_of_plan(plan, total):
@@ -132,7 +133,7 @@ def cost_of_plan(plan, total):
 
 def cost_of_pair(total, lead, layer, head, bits):
     if lead is None:
-        return total["window"][layer, head]
+        return window_alone(total["windows"])[layer, head]
     if lead == layer:
         return total["lead4"][layer, head] if bits == 4 else 0.0
     cost = total["in_place"][lead, layer, head]
@@ -156,7 +157,7 @@ def test_bits_are_chosen_with_the_roles():
     assert plan.bits is not None and plan.bits.count(4) >= 4 and plan.num_windows
     assert plan.saving(100_000, **windows) >= 0.75 - 0.01
     found = plan.provenance
-    assert found["plan_cost_bound"] <= found["plan_cost"] < found["plan_cost_without_4_bits"]
+    assert found["plan_cost"] < found["plan_cost_without_4_bits"]
     assert cost_of_plan(plan, total_costs(costs.tensors, 0.5)) == pytest.approx(found["plan_cost"])
     beyond = explore_args(bits="16,4", roles="follow", target_saving=0.45, budget_length=100_000)
     assert (
@@ -175,9 +176,9 @@ def test_what_16_bits_cannot_save_exactly_costs_what_the_next_saving_costs():
         costs.tensors[name] *= 0.01
     explore = explore_args(bits="16,4", target_saving=0.957, budget_length=100_000, retrieval_weight=0.0)
     choice = choose(costs, explore, {"num_sink_tokens": 4, "num_recent_tokens": 12})
-    assert 28 < choice.units * 2 / choice.frontier.pair_units <= 29
+    assert 28 < choice.units * 2 / choice.plans.curve.pair_units <= 29
     found = choice.plan.provenance["plan_cost_without_4_bits"]
-    assert found == pytest.approx(costs.tensors["window"].sum().item())
+    assert found == pytest.approx(costs.tensors["windows"].sum().item())
 
 
 def test_the_curve_with_bits_says_what_its_plans_cost_and_what_forbidding_costs():
@@ -190,7 +191,7 @@ def test_the_curve_with_bits_says_what_its_plans_cost_and_what_forbidding_costs(
     total, points = total_costs(costs.tensors, 0.0), curve["points"]
     assert [x["cost"] for x in points] == sorted({x["cost"] for x in points}) and len(points) > 20
     for point in points:
-        plan = choice.frontier.plan(point["units"])
+        plan = choice.plan_at(point["units"])
         packed = [bits == 4 for bits in plan.bits or [16] * 5]
         assert point["packed_layers"] == [layer for layer in range(5) if packed[layer]]
         assert point["saving"] == plan.saving(2048, **WINDOWS)
@@ -208,8 +209,8 @@ def test_the_curve_with_bits_says_what_its_plans_cost_and_what_forbidding_costs(
     for name, cost in chosen["cost_without"].items():
         assert cost == found[f"plan_cost_without_{name}"]
         if name == "4_bits":
-            halves = -(-2 * chosen["units"] // choice.frontier.pair_units)
-            assert cost == solve(total["in_place"], total["window"]).costs[halves:].min()
+            halves = -(-2 * chosen["units"] // choice.plans.curve.pair_units)
+            assert cost == solve(total["in_place"], window_alone(total["windows"])).costs[halves:].min()
     assert points[-1]["saving"] > 0.95 and points[-1]["cost_without"]["window"] is None
 
 
@@ -227,16 +228,14 @@ def test_explore_measures_chooses_and_writes(overrides, tmp_path, monkeypatch, c
     assert {name: x.shape for name, x in costs.tensors.items() if name != "order"} == {
         n + e: shapes[n] for n in shapes for e in ("", "_retrieval")
     }
-    assert all(costs.tensors[name].max() > 0 for name in ("window", "follow", "in_place"))
+    assert all(costs.tensors[name].max() > 0 for name in ("windows", "follow", "in_place"))
     assert costs.tensors["lead4"].max() < 1e-9  # 48 tokens are too few to be packed
     assert units_of(plan) >= 7  # 0.4 of 48 tokens of which 41 are distant, of 4 x 2 pairs: 7.5
     found = plan.provenance
-    assert (
-        found["cost"] == "projected" and found["num_recent_tokens"] == 5 and found["model"] == "package:tiny"
-    )
+    assert found["cost"] == "nats" and found["num_recent_tokens"] == 5 and found["model"] == "package:tiny"
     assert len(found["tokens_sha256"]) == 64 and found["losses"]["sequences"] == 2
     printed = capsys.readouterr().out
-    assert "dp by projected, target 40.0% at 48 tokens" in printed
+    assert "dp by nats, target 40.0% at 48 tokens" in printed
     assert "without followers" in printed and "without windows" in printed
     assert (
         f"dense {found['losses']['dense']['text']:.4f}, plan {found['losses']['plan']['text']:.4f}" in printed
@@ -244,7 +243,7 @@ def test_explore_measures_chooses_and_writes(overrides, tmp_path, monkeypatch, c
     curve = json.loads((tmp_path / "run" / "plan" / "pareto.json").read_text())
     assert curve["chosen"]["units"] == units_of(plan) and curve["points"][0]["cost"] == 0
     point = next(x for x in curve["points"] if x["units"] == units_of(plan))
-    assert point["cost"] == min(x["cost"] for x in curve["points"] if x["units"] >= 7)
+    assert point["cost"] == min(x["cost"] for x in curve["points"] if 8 <= x["units"] <= 12)
     assert point["cost"] == found["plan_cost"] and point["windows"] == plan.num_windows
     assert point["cost_without"]["follow"] == found["plan_cost_without_follow"]
     for name in ("measure_costs", "measure_query_head_errors"):
@@ -252,8 +251,9 @@ def test_explore_measures_chooses_and_writes(overrides, tmp_path, monkeypatch, c
     changes = ["explore.target_saving=0.2", "explore.retrieval_weight=3", "explore.align_heads=false"]
     explore.main(load_recipe(None, [*overrides, *changes]))
     total = total_costs(costs.tensors, 3.0)
-    frontier = solve(total["in_place"], total["window"])
-    assert plan_and_costs(tmp_path)[0].lead == frontier.plan(4 + frontier.costs[4:].argmin()).lead
+    frontier = solve(total["in_place"], window_alone(total["windows"]))
+    plans = Plans(frontier, total["windows"])
+    assert plan_and_costs(tmp_path)[0].lead == plans.at(plans.cheapest(4))[0].lead
 
 
 def test_measured_losses_are_those_of_a_model_with_the_plan(overrides, tmp_path):
@@ -267,7 +267,7 @@ def test_measured_losses_are_those_of_a_model_with_the_plan(overrides, tmp_path)
     recipe = load_recipe(None, [*overrides, "model.dtype=float64", "explore.target_saving=0.5"])
     explore.main(recipe)
     plan, _ = plan_and_costs(tmp_path)
-    assert plan.head_order is not None and plan.num_windows
+    assert plan.num_windows
     exploration = Exploration(
         tmp_path,
         {"gguf_file": None, "seed": 0},
@@ -278,13 +278,20 @@ def test_measured_losses_are_those_of_a_model_with_the_plan(overrides, tmp_path)
     )
     for name, given in (("dense", None), ("plan", plan)):
         model = pod.load_model(resolve_model("package:tiny"), plan=given, dtype=torch.float64, **WINDOWS)
+        text = exploration.read()
+        prompts = measure_module.needle_prompts_of(exploration, model.config, text, held_out=True)
         kinds = {
-            "text": exploration.read()[:2],
-            "repeated": measure_module.repeated_sequences(exploration, model.config),
+            "text": [model(row[None], labels=row[None]).loss.item() for row in text[:2]],
+            "retrieval": [loss_of_answers(model, prompt) for prompt in prompts],
         }
-        for kind, sequences in kinds.items():
-            losses = [model(row[None], labels=row[None]).loss.item() for row in sequences]
+        for kind, losses in kinds.items():
             assert plan.provenance["losses"][name][kind] == pytest.approx(sum(losses) / len(losses), rel=1e-9)
+
+
+def loss_of_answers(model, prompt):
+    """The mean loss of the answers of a prompt, in nats per token."""
+    logits = model(prompt.input_ids[None]).logits[0, prompt.answers]
+    return torch.nn.functional.cross_entropy(logits, prompt.input_ids[prompt.answers + 1]).item()
 
 
 @pytest.mark.slow
@@ -306,20 +313,15 @@ def test_the_measured_loss_of_a_packed_plan_is_that_of_decoding_through_its_cach
     exploration = Exploration(
         tmp_path, settings, resolve_model("package:tiny"), WINDOWS, recipe.explore, tmp_path / "no data"
     )
-    kinds = {
-        "text": exploration.read()[:2],
-        "repeated": measure_module.repeated_sequences(exploration, model.config),
-    }
-    for kind, sequences in kinds.items():
-        losses = []
-        for row in sequences:
-            cache = pod.make_cache(model, "pod")
-            steps = [model(row[None, i : i + 1], past_key_values=cache).logits[0, -1] for i in range(223)]
-            losses.append(torch.nn.functional.cross_entropy(torch.stack(steps), row[1:]).item())
-        found = plan.provenance["losses"]["plan"][kind]
-        assert found == pytest.approx(sum(losses) / len(losses), rel=1e-9)
-        alone = plan_loss(model, replace(plan, bits=None), sequences)
-        assert abs(found - alone) > 1e-7
+    losses = []
+    for row in exploration.read()[:2]:
+        cache = pod.make_cache(model, "pod")
+        steps = [model(row[None, i : i + 1], past_key_values=cache).logits[0, -1] for i in range(223)]
+        losses.append(torch.nn.functional.cross_entropy(torch.stack(steps), row[1:]).item())
+    found = plan.provenance["losses"]["plan"]["text"]
+    assert found == pytest.approx(sum(losses) / len(losses), rel=1e-9)
+    alone = plan_loss(model, replace(plan, bits=None), exploration.read()[:2])
+    assert abs(found - alone) > 1e-7
     assert "with 16 bits in every layer" in capsys.readouterr().out
     curve = json.loads((tmp_path / "run" / "plan" / "pareto.json").read_text())
     chosen = next(x for x in curve["points"] if x["units"] == curve["chosen"]["units"])
@@ -336,7 +338,7 @@ def test_other_settings_of_measuring_measure_again_and_keep_the_file(overrides, 
     explore.main(load_recipe(None, [*overrides, change]))
     assert f"differs in {change.split('.')[1].split('=')[0]}" in capsys.readouterr().out
     new = plan_and_costs(tmp_path)[1]
-    name = "window_retrieval" if "retrieval" in change else "window"
+    name = "windows_retrieval" if "retrieval" in change else "follow" if "queries" in change else "windows"
     assert not torch.equal(old.tensors[name], new.tensors[name])
     (kept,) = (tmp_path / "run" / "plan").glob("plan_costs-*.safetensors")
     assert torch.equal(MeasuredCosts.load(kept).tensors[name], old.tensors[name])
@@ -436,7 +438,7 @@ def test_two_ranks_make_the_plan_of_one(overrides, tmp_path):
             ["model.num_recent_tokens=46"],
             "only 0 positions of a sequence of 48 tokens have distant tokens, with windows of 2 sink and 46",
         ),
-        (["explore.algorithm=greedy"], "cost is 'projected', but algorithm=greedy"),
+        (["explore.algorithm=greedy"], "cost is 'nats', but algorithm=greedy"),
         (
             ["explore.roles=follow", "explore.target_saving=0.6"],
             "0.6, but the allowed roles save 0.000 to 0.320 of the bytes",
@@ -446,7 +448,7 @@ def test_two_ranks_make_the_plan_of_one(overrides, tmp_path):
             "0.99, but the allowed roles save 0.000 to 0.854",
         ),
         (["explore.budget_length=7"], "the windows hold 2 + 5 of them"),
-        (["explore.cost=output"], "cost is 'output': it should be 'projected' or 'similarity'"),
+        (["explore.cost=output"], "cost is 'output': it should be 'nats' or 'similarity'"),
     ],
 )
 def test_bad_settings_are_one_line(explore_refused, overrides, change, words):
@@ -464,7 +466,29 @@ def test_dry_run_names_the_cost(overrides, capsys):
     )
     printed = capsys.readouterr().out
     assert "roles: [window]" in printed
-    assert "projected: one forward pass over 3 x 48 = 144 tokens and 2 x 48 repeated tokens" in printed
+    assert "nats: one forward and one backward pass over 3 x 48 = 144 tokens and 12 prompts (" in printed
+    assert " MB of activations\n" in printed
+
+
+@pytest.mark.slow
+def test_costs_of_other_roles_and_bits_are_those_of_measuring_them_at_once(overrides, tmp_path, capsys):
+    at_once, later = [*overrides, f"output_dir={tmp_path / 'at once' / 'run'}"], "is measured again"
+    changes = ["explore.roles=[window,follow]", "explore.bits=[16,4]"]
+    explore.main(load_recipe(None, [*at_once, *changes]))
+    expected = plan_and_costs(tmp_path / "at once")[1].tensors
+    explore.main(load_recipe(None, [*overrides, "explore.roles=[follow]", "explore.target_saving=0.3"]))
+    assert "windows_retrieval" not in plan_and_costs(tmp_path)[1].tensors
+    capsys.readouterr()
+    explore.main(load_recipe(None, [*overrides, *changes]))
+    assert later in capsys.readouterr().out
+    found = plan_and_costs(tmp_path)[1].tensors
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+    alone = [*overrides, f"output_dir={tmp_path / 'bits' / 'run'}", "explore.roles=[window]"]
+    explore.main(load_recipe(None, alone))
+    assert "lead4_retrieval" not in plan_and_costs(tmp_path / "bits")[1].tensors
+    explore.main(load_recipe(None, [*alone, "explore.bits=[16,4]"]))
+    found = plan_and_costs(tmp_path / "bits")[1].tensors
+    assert torch.equal(found["lead4_retrieval"], expected["lead4_retrieval"])
 
 
 @pytest.mark.slow
@@ -487,9 +511,9 @@ def test_explore_measures_followers_only_where_heads_may_follow(overrides, tmp_p
     assert plan.num_windows and not plan.num_followers and not measured
     assert not {"order", "follow", "in_place", "follow4"} & set(costs.tensors)
     explore.main(load_recipe(None, overrides))
-    assert measured and "no costs of followers" in capsys.readouterr().out
+    assert measured and "it has no follow, in_place, follow4)" in capsys.readouterr().out
     everything = plan_and_costs(tmp_path)[1]
-    assert torch.equal(everything.tensors["window"], costs.tensors["window"])
+    assert torch.equal(everything.tensors["windows"], costs.tensors["windows"])
     measured.clear()
     explore.main(load_recipe(None, [*overrides, *windows]))
     assert not measured and "is used again" in capsys.readouterr().out

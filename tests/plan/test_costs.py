@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from plan_models import RECENT, SINKS, any_order, make_model
+from plan_models import RECENT, SINKS, any_order, gradients_of_attention, make_model
 
 from pod.modeling.model.packed import Packing
 from pod.plan.costs import (
@@ -12,10 +12,9 @@ from pod.plan.costs import (
     match_query_heads,
     measure_costs,
     measure_query_head_errors,
-    record_attention_inputs,
-    sample_queries,
     total_costs,
 )
+from pod.plan.recording import record_attention_inputs, sample_queries
 
 TOKENS = 41
 HEADS = [(6, 2), (3, 3), (4, 1), (9, 3)]  # query heads, KV heads
@@ -37,6 +36,7 @@ class Naive:
     def __init__(self, model, input_ids, positions):
         self.model, self.positions = model, positions
         self.inputs = list(record_attention_inputs(model, input_ids))
+        self.gradients = gradients_of_attention(model, input_ids)
         config = model.config
         self.groups, self.d = config.num_key_value_groups, config.head_dim
         n = input_ids.shape[1]
@@ -52,33 +52,21 @@ class Naive:
         return raw.masked_fill(~self.causal, float("-inf"))
 
     def error(self, layer, query_head, logits):
-        """Change of the layer's attention output ``[q, hidden]`` when one query head has these logits."""
+        """Change of the layer's attention output ``[n, hidden]`` when one query head has these logits."""
         change = logits.softmax(-1) - self.logits(layer, query_head).softmax(-1)
-        out = (change @ self.inputs[layer].v[query_head // self.groups])[self.positions]
+        out = change @ self.inputs[layer].v[query_head // self.groups]
         weight = self.model.model.layers[layer].self_attn.o_proj.weight
         return out @ weight[:, query_head * self.d : (query_head + 1) * self.d].T
 
+    def changes(self, layer, errors):
+        """By how much the summed loss changes, to first order, by the change at each position ``[n]``."""
+        return (sum(errors) * self.gradients[layer]).sum(-1)
+
     def cost(self, layer, errors):
-        stream = self.inputs[layer].hidden_states[self.positions]
-        return (self.added(layer, sum(errors)).norm(dim=-1) / stream.norm(dim=-1)).square().mean()
-
-    def added(self, layer, error):
-        """What the residual stream gets of a change of the attention output.
-
-        It goes through the norm behind it, whose scale stays.
-        """
-        decoder, heads = self.model.model.layers[layer], range(self.model.config.num_attention_heads)
-        if self.model.config.norm_placement != "before":
-            weights = (self.logits(layer, head).softmax(-1) for head in heads)
-            outs = [
-                (w @ self.inputs[layer].v[head // self.groups])[self.positions]
-                for head, w in enumerate(weights)
-            ]
-            norm, out = decoder.post_attention_layernorm, decoder.self_attn.o_proj(torch.cat(outs, -1))
-            error = (
-                error * (norm.weight + norm.offset) / (out.square().mean(-1, keepdim=True) + norm.eps).sqrt()
-            )
-        return error * decoder.residual_multiplier
+        """Every error against the gradient of every position with distant tokens, per token of the text."""
+        has_distant = self.distant.logical_and(self.causal).any(-1)
+        products = sum(errors)[self.positions] @ self.gradients[layer][has_distant].T
+        return products.square().mean() / 2 * has_distant.double().mean()
 
     def following(self, lead, layer, of, query_head):
         logits = torch.where(self.distant, self.logits(lead, of), self.logits(layer, query_head))
@@ -89,7 +77,7 @@ class Naive:
             (h, self.logits(layer, h).masked_fill(self.distant, float("-inf")))
             for h in range(head * self.groups, (head + 1) * self.groups)
         )
-        return self.cost(layer, [self.error(layer, h, logits) for h, logits in masked])
+        return self.changes(layer, [self.error(layer, h, logits) for h, logits in masked])
 
     def follow(self, lead, layer, of, head, order):
         """The follower's query head order[place] takes the logits of the lead's query head at `place`."""
@@ -107,12 +95,15 @@ def test_costs_equal_their_definitions(input_ids, heads, windows):
     for num_queries in (1, 7, TOKENS - sum(windows)):
         found = measure_costs(model, input_ids, num_queries, order)
         naive = Naive(model, input_ids, sample_queries(TOKENS, num_queries, *windows).positions)
-        for layer, head in itertools.product(range(4), range(heads[1])):
-            expected = naive.window(layer, head)
-            assert found["window"][layer, head].item() == pytest.approx(expected.item(), rel=1e-9)
+        pairs = list(itertools.product(range(4), range(heads[1])))
+        changes = torch.stack([naive.window(*pair) for pair in pairs])
+        expected = changes @ changes.T / (2 * TOKENS)
+        assert (expected.diagonal() > 1e-9).all()
+        torch.testing.assert_close(found["windows"].flatten(2).flatten(0, 1), expected, rtol=1e-9, atol=1e-15)
+        for layer, head in pairs:
             for lead, of in itertools.product(range(layer), range(heads[1])):
                 expected = naive.follow(lead, layer, of, head, order[lead, layer, of, head])
-                assert expected > 1e-6
+                assert expected > 1e-9
                 assert found["follow"][lead, layer, of, head].item() == pytest.approx(
                     expected.item(), rel=1e-9
                 )
@@ -124,25 +115,24 @@ def test_costs_equal_their_definitions(input_ids, heads, windows):
 
 
 @torch.no_grad()
-def test_costs_are_of_what_the_residual_stream_gets(input_ids):
+def test_costs_of_models_with_norms_behind_attention_and_factors_on_it(input_ids):
     """Norms behind attention and factors on it, as OLMo 2, Gemma 3 and Granite have them."""
     for changes in (
         {"norm_placement": "behind", "qk_norm": True},
         {"norm_placement": "both", "norm_offset": 1.0, "attention_out_bias": True},
-        {"residual_multiplier": 0.3, "attention_multiplier": 0.2},
+        {"residual_multiplier": 0.3, "attention_multiplier": 0.2, "logits_scaling": 2.0},
     ):
         model = make_model(6, 2, **changes)
         for name, weight in model.named_parameters():
             if "layernorm" in name or "bias" in name:
                 torch.nn.init.uniform_(weight, 0.2, 2.0)
-        order, naive = (
-            any_order(model.config),
-            Naive(model, input_ids, sample_queries(TOKENS, 7, SINKS, RECENT).positions),
-        )
+        order = any_order(model.config)
+        naive = Naive(model, input_ids, sample_queries(TOKENS, 7, SINKS, RECENT).positions)
         found = measure_costs(model, input_ids, 7, order)
         for layer, head in itertools.product(range(4), range(2)):
-            assert found["window"][layer, head].item() == pytest.approx(
-                naive.window(layer, head).item(), rel=1e-9
+            expected = naive.window(layer, head).square().mean() / 2
+            assert found["windows"][layer, head, layer, head].item() == pytest.approx(
+                expected.item(), rel=1e-9
             )
         expected = naive.follow(1, 3, 0, 1, order[1, 3, 0, 1])
         assert found["follow"][1, 3, 0, 1].item() == pytest.approx(expected.item(), rel=1e-9)
@@ -207,8 +197,8 @@ def test_retrieval_adds_with_its_weight():
     tensors = {name + end: torch.rand(shapes[name]) for name in shapes for end in ("", "_retrieval")}
     total = total_costs(tensors, 0.5)
     assert set(total) == set(cost_shapes(2, 2))
-    expected = tensors["window"] + 0.5 * tensors["window_retrieval"]
-    assert torch.equal(torch.from_numpy(total["window"]), expected)
+    expected = tensors["windows"] + 0.5 * tensors["windows_retrieval"]
+    assert torch.equal(torch.from_numpy(total["windows"]), expected)
     alone = {name: tensors[name] for name in total}
     assert torch.equal(torch.from_numpy(total_costs(alone, 0.5)["follow"]), tensors["follow"])
 
@@ -241,8 +231,8 @@ def test_costs_of_packing_equal_attention_to_packed_tokens(heads):
     for layer, head in itertools.product(range(4), range(heads[1])):
         inputs = naive.inputs[layer]
         k, v = (as_4_bits(x[head], per_channel) for x, per_channel in ((inputs.k, True), (inputs.v, False)))
-        errors = {"lead4": torch.zeros(60, 40).double(), "follow4": torch.zeros(60, 40).double()}
-        for (row, i), g in itertools.product(enumerate(positions.tolist()), range(groups)):
+        errors = {"lead4": torch.zeros(250, 40).double(), "follow4": torch.zeros(250, 40).double()}
+        for i, g in itertools.product(positions.tolist(), range(groups)):
             old = [j for j in range(i + 1) if j <= i - 128 and j < 224]
             q = inputs.q[head * groups + g, i]
             exact, keys, values = inputs.k[head, : i + 1] @ q, inputs.k[head].clone(), inputs.v[head].clone()
@@ -252,10 +242,10 @@ def test_costs_of_packing_equal_attention_to_packed_tokens(heads):
                 change = (logits / d**0.5).softmax(0) @ values[: i + 1] - dense
                 weight = model.model.layers[layer].self_attn.o_proj.weight
                 place = head * groups + g
-                errors[name][row] += weight[:, place * d : (place + 1) * d] @ change
+                errors[name][i] += weight[:, place * d : (place + 1) * d] @ change
         for name, error in errors.items():
             expected = naive.cost(layer, [error]).item()
-            assert expected > 1e-7 and found[name][layer, head].item() == pytest.approx(expected, rel=1e-9)
+            assert expected > 1e-12 and found[name][layer, head].item() == pytest.approx(expected, rel=1e-9)
 
 
 def as_4_bits(x, per_channel):
@@ -274,4 +264,4 @@ def test_costs_of_windows_alone_are_those_beside_followers(model, input_ids):
     total = total_costs(alone, 1.0)
     assert set(total) == set(alone)
     with pytest.raises(ValueError, match="costs of follow4, in_place are missing"):
-        total_costs({name: everything[name] for name in ("window", "lead4", "follow")}, 1.0)
+        total_costs({name: everything[name] for name in ("windows", "lead4", "follow")}, 1.0)

@@ -11,9 +11,9 @@ import pod
 from pod.commands import explore
 from pod.modeling.retrieval_heads import RetrievalHeads, plan_of_heads
 from pod.plan import measured_costs as measure_module
-from pod.plan.costs import record_attention_inputs
 from pod.plan.measured_costs import HEADS_NAME, head_scores, repeated_tokens, search_heads
 from pod.plan.plan_report import describe_heads
+from pod.plan.recording import record_attention_inputs
 from pod.recipe import load_recipe, run
 
 

@@ -18,13 +18,13 @@ import os, signal, sys
 from pod.commands import explore
 from pod.recipe import load_recipe
 from pod.plan import choose
-measure, calls = choose._summed_loss, []
+measure, calls = choose._losses_of, []
 def killed(*args):
     calls.append(1)
     if len(calls) == int(sys.argv[1]):
         os.kill(os.getpid(), signal.SIGKILL)
     return measure(*args)
-choose._summed_loss = killed
+choose._losses_of = killed
 explore.main(load_recipe(None, sys.argv[2:]))
 """
 
@@ -50,15 +50,15 @@ def test_the_plan_stands_before_its_loss_and_a_killed_run_continues(overrides, t
     assert (cut.num_sink_tokens, cut.num_recent_tokens, cut.head_dim) == (2, 5, 16)
     for name in ("measure_costs", "measure_query_head_errors"):
         monkeypatch.setattr(measure_module, name, refuse)
-    measure, calls = choose._summed_loss, []
+    measure, calls = choose._losses_of, []
 
     def counted(*args):
         calls.append(1)
         return measure(*args)
 
-    monkeypatch.setattr(choose, "_summed_loss", counted)
+    monkeypatch.setattr(choose, "_losses_of", counted)
     explore.main(load_recipe(None, overrides))
-    assert len(calls) == 8 - 3, "two models, two sequences of text and two of repeated tokens"
+    assert len(calls) == 12 - 3, "two models, two sequences of text and four prompts"
     plan = SharingPlan.load(folder / "plan.json")
     assert plan == cut and plan.provenance["losses"]["sequences"] == 2
     assert not list(folder.glob("*.partial-*"))

@@ -107,7 +107,7 @@ def curve():
         "num_layers": 4,
         "chosen": {"units": 4, "saving": 0.25},
         "budget_length": 64,
-        "cost": "projected",
+        "cost": "nats",
     }
 
 

@@ -47,8 +47,8 @@ def some_sequences(count=5):
 
 
 def measure(folder, sequences=None, rows=rows_of):
-    def similarity_of(input_ids):
-        return jensen_shannon_similarity(torch.stack(list(rows(input_ids))))
+    def similarity_of(ids):
+        return jensen_shannon_similarity(torch.stack(list(rows(ids[None]))))
 
     return measure_mean(similarity_of, (4, 4, 3), sequences or some_sequences(), Path(folder))
 

@@ -296,11 +296,16 @@ class PodModel(PodPreTrainedModel):
             else:
                 hidden_states, *rest = layer(hidden_states, context, *shared_qk)
             shared_qk = tuple(rest)
-        hidden_states = self.norm(hidden_states)
-        if self.config.logits_scaling != 1.0:
-            hidden_states = hidden_states / self.config.logits_scaling
+        hidden_states = self.after_layers(hidden_states)
         before = [one.to(hidden_states.device) for one in before]
         return torch.cat((*before, hidden_states), dim=-1) if before else hidden_states
+
+    def after_layers(self, hidden_states: Tensor) -> Tensor:
+        """The final norm of ``[B, n, hidden]``, divided by ``logits_scaling``."""
+        hidden_states = self.norm(hidden_states)
+        if self.config.logits_scaling == 1.0:
+            return hidden_states
+        return hidden_states / self.config.logits_scaling
 
     def _checkpoint(
         self, layer: nn.Module, hidden_states: Tensor, context: ForwardContext, shared_qk: SharedQKTensors

@@ -1,0 +1,235 @@
+"""How the loss of a text depends on what the heads put out: the exchange rate from outputs to nats.
+
+Let ``g`` be the gradient of the summed next-token loss of a text for the output of a KV head's query heads at
+one position, where each token that is predicted is drawn from the model's own distribution. If the output
+changes by ``e``, the distribution of all later tokens moves away from the model's own one by ``(g · e)² / 2``
+nats, averaged over the draws, in second order of ``e``. This is the quadratic form of the Fisher information
+(Amari, 1998, eq. 2.4; Martens, 2020, §5). Draws from the model, and not the tokens of the text, make the
+first order vanish, so that few texts are enough.
+
+Example: on SmolLM2-135M, with windows of 16 + 240 tokens in all heads, these numbers add up to 0.084 nats per
+token over 90 KV heads. The measured divergence is 0.10.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from pod.modeling.model.attend import Tokens, Visibility, attend
+from pod.modeling.model.decoder_layer import ForwardContext
+from pod.modeling.model.llama import PodForCausalLM
+from pod.modeling.model.sinks import Sink
+from pod.modeling.token_scores import rows_in, wide_logits
+from pod.plan.recording import AttentionInputs, ReadText, check_one, inputs_of, planned_layers, start, through
+
+LOGIT_BYTES = 1 << 28  # most bytes of logits in memory at a time
+HELD_BYTES = 6 << 30
+"""Activations of a text are held up to this size. Larger ones are computed again, layer by layer."""
+Objective = Callable[[PodForCausalLM, Tensor], Tensor]
+"""A function of the model and the residual stream behind the last layer, both ``[1, n, hidden]``.
+
+It gives the gradient, for this stream, of what is differentiated.
+"""
+Receive = Callable[[int, Tensor, Tensor], None]
+"""A function that receives what was found of a layer: its index, ``o' - o`` and the gradient for ``o``.
+
+Both are ``[Hq, n, d]``, at least fp32, on the device of the tokens.
+"""
+
+
+class Windows(NamedTuple):
+    """Windows in all heads of the planned layers: the change of the outputs that is priced.
+
+    Attributes:
+        window: what windows see.
+        sinks: constants that join each planned layer's windows; None = windows have none.
+        share: how far the model that is read has gone to the windows. Its heads put out
+            ``o + share · (o' - o)``: 0 = those of the dense model, 1 = windows.
+    """
+
+    window: Visibility
+    sinks: Sequence[Sink] | None = None
+    share: float = 0.0
+
+
+def read_with_gradients(
+    model: PodForCausalLM, input_ids: Tensor, windows: Windows, objective: Objective, receive: Receive
+) -> ReadText:
+    """Read one sequence ``[1, n]``, and differentiate an objective for what the heads of every layer put out.
+
+    Args:
+        model: dense.
+        receive: is called once for each planned layer, the last layer first.
+
+    Raises:
+        ValueError: a model with a sharing plan or a window layout, or a batch of several sequences.
+    """
+    check_one(input_ids)
+    planned = planned_layers(model.config)
+    hidden_states, context = start(model, input_ids)
+    reader = _Reader(windows, context, input_ids.device, receive)
+    streams = [hidden_states.detach().requires_grad_()]
+    n, itemsize = hidden_states.shape[1], hidden_states.element_size()
+    is_held = len(model.model.layers) * layer_activations(model.config, n, itemsize) <= HELD_BYTES
+    with torch.enable_grad():
+        for number, layer in enumerate(model.model.layers):
+            place = planned.index(number) if number in planned else None
+            step = partial(reader.through, layer, number, place)
+            read = step if is_held else partial(checkpoint, step, use_reentrant=False)
+            streams.append(read(streams[-1]))
+    gradient = objective(model, streams[-1].detach())
+    torch.autograd.grad(streams[-1], streams[0], gradient)  # calls `receive`
+    return ReadText([stream.detach() for stream in streams], context, input_ids.device)
+
+
+def layer_activations(config: Any, num_tokens: int, itemsize: int) -> int:
+    """About how many bytes the activations of one layer have, for a text of so many tokens."""
+    heads = config.num_attention_heads + config.num_key_value_heads
+    numbers = 18 * config.hidden_size + 5 * config.intermediate_size + 4 * heads * config.head_dim
+    return num_tokens * numbers * itemsize
+
+
+def held_activations(config: Any, num_tokens: int, itemsize: int) -> int:
+    """Bytes of activations that `read_with_gradients` holds for a text of so many tokens.
+
+    These are those of all layers where they fit in `HELD_BYTES`. Else they are those of one layer, and the
+    residual stream and the outputs of the heads in every layer.
+    """
+    of_layer = layer_activations(config, num_tokens, itemsize)
+    if config.num_hidden_layers * of_layer <= HELD_BYTES:
+        return config.num_hidden_layers * of_layer
+    outputs = config.hidden_size + config.num_attention_heads * config.head_dim
+    return config.num_hidden_layers * num_tokens * outputs * itemsize + of_layer
+
+
+class _Reader(NamedTuple):
+    """How layers are read on the way; see `read_with_gradients`."""
+
+    windows: Windows
+    context: ForwardContext
+    device: torch.device
+    receive: Receive
+
+    def through(self, layer: Any, number: int, place: int | None, stream: Tensor) -> Tensor:
+        """The residual stream behind a layer, whose index among the planned layers is ``place``, or None."""
+        if place is None:
+            return through(layer, stream, self.context)
+        with self._watching(layer, number, place, stream):
+            return through(layer, stream, self.context)
+
+    @contextmanager
+    def _watching(self, layer: Any, number: int, place: int, stream: Tensor) -> Iterator[None]:
+        """Move the outputs of the heads to those of windows, and pass on their gradient."""
+        share = self.windows.share
+
+        def watch(_: Any, given: tuple[Tensor, ...]) -> tuple[Tensor]:
+            out = given[0]
+            before, dense = stream.detach(), out.detach()  # a hook that held the graph would never be freed
+            if share:
+                out = out + share * self._change(layer, place, stream, out).to(out.dtype)
+
+            def pass_on(gradient: Tensor) -> None:
+                with torch.no_grad():
+                    change = self._change(layer, place, before, dense)
+                    by_head = (self._by_head(one, layer.self_attn.head_dim) for one in (change, gradient))
+                    self.receive(number, *by_head)
+
+            out.register_hook(pass_on)
+            return (out,)
+
+        hook = layer.self_attn.o_proj.register_forward_pre_hook(watch)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    def _change(self, layer: Any, place: int, stream: Tensor, dense: Tensor) -> Tensor:
+        """``o' - o`` of all heads side by side, ``[1, n, Hq · d]``, at least fp32, where ``dense`` is."""
+        sink = None if self.windows.sinks is None else self.windows.sinks[place]
+        inputs = inputs_of(layer, stream, self.context, self.device)
+        near = near_output(inputs, self.windows.window, sink).to(dense.device)
+        return near.transpose(1, 2).reshape(dense.shape) - dense
+
+    def _by_head(self, outputs: Tensor, head_dim: int) -> Tensor:
+        """``[Hq, n, d]`` from ``[1, n, Hq · d]``."""
+        wide = torch.promote_types(outputs.dtype, torch.float32)
+        return outputs[0].unflatten(-1, (-1, head_dim)).transpose(0, 1).to(self.device, wide)
+
+
+def near_output(inputs: AttentionInputs, window: Visibility, sink: Sink | None = None) -> Tensor:
+    """What the heads of a layer put out when they see a window, ``[B, Hq, n, d]``, at least fp32.
+
+    Args:
+        inputs: with the batch as first dimension.
+        sink: joins the window.
+    """
+    wide = torch.promote_types(inputs.q.dtype, torch.float32)
+    q, k, v = (x.to(wide) for x in (inputs.q, inputs.k, inputs.v))
+    if sink is not None:
+        sink = Sink(*(x.to(q) for x in sink))
+    return attend(q, Tokens(k, v), visibility=window, sink=sink)[0]
+
+
+def gradient_of_draws(model: PodForCausalLM, stream: Tensor) -> Tensor:
+    """The gradient of the summed loss of tokens that are drawn from the model, ``[1, n, hidden]``.
+
+    Args:
+        stream: ``[1, n, hidden]``, the residual stream behind the last layer.
+    """
+    stream, hidden = _last_hidden(model, stream)
+    weight = model.lm_head.weight  # whose device need not be that of the tokens
+    states = hidden.detach()[0].to(weight.device)
+    size = rows_in(LOGIT_BYTES, len(weight))
+    # drawn on the CPU, so that every device draws the same
+    chances = torch.rand(len(states), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    parts = []
+    for rows, chance in zip(states.split(size), chances.split(size), strict=True):
+        change = wide_logits(rows, weight).softmax(-1)
+        labels = drawn(change, chance.to(change))
+        change[torch.arange(len(labels), device=labels.device), labels] -= 1
+        parts.append(change.to(weight.dtype) @ weight)
+    return torch.autograd.grad(hidden, stream, torch.cat(parts)[None].to(hidden))[0]
+
+
+def gradient_of_divergence(model: PodForCausalLM, stream: Tensor, dense: Tensor, at: Tensor) -> Tensor:
+    """The gradient of the mean divergence ``KL(dense ‖ model)`` over some positions, ``[1, n, hidden]``.
+
+    Args:
+        stream: ``[1, n, hidden]``, the residual stream behind the last layer.
+        dense: the same of the dense model.
+        at: ``[a]``, the positions whose next token counts.
+    """
+    stream, hidden = _last_hidden(model, stream)
+    weight = model.lm_head.weight
+    with torch.no_grad():
+        expected = model.model.after_layers(dense)
+        own, wanted = (
+            wide_logits(states[0, at.to(states.device)].to(weight.device), weight).softmax(-1)
+            for states in (hidden, expected)
+        )
+        of_states = ((own - wanted) / len(at)).to(weight.dtype) @ weight
+        gradient = torch.zeros_like(hidden)
+        gradient[0, at.to(hidden.device)] = of_states.to(hidden)
+    return torch.autograd.grad(hidden, stream, gradient)[0]
+
+
+def _last_hidden(model: PodForCausalLM, stream: Tensor) -> tuple[Tensor, Tensor]:
+    """A leaf with the residual stream behind the last layer, and the hidden states that it leads to."""
+    leaf = stream.detach().requires_grad_()
+    with torch.enable_grad():
+        return leaf, model.model.after_layers(leaf)
+
+
+def drawn(probabilities: Tensor, chances: Tensor) -> Tensor:
+    """Draw a token from each row of ``[m, V]``, by numbers ``[m]`` from 0 to below 1.
+
+    Example: probabilities 0.2, 0.5, 0.3 give token 0 for chances below 0.2, token 1 below 0.7, else token 2.
+    """
+    sums = probabilities.cumsum(-1)
+    labels = (sums <= chances[:, None] * sums[:, -1:]).sum(-1)
+    return labels.clamp(max=probabilities.shape[1] - 1)
