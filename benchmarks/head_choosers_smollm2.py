@@ -20,6 +20,7 @@ decide all of them. The other tasks have texts of their own.
 import argparse
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -108,10 +109,6 @@ def log_probabilities(model: Any, one: Judged) -> Tensor:
     return model.lm_head(hidden).float().log_softmax(-1)
 
 
-def mean(values: list[float] | list[bool]) -> float:
-    return sum(values) / len(values)
-
-
 def table(rows: list[dict[str, Any]]) -> str:
     """Markdown: a row per plan, with divergences and, for prompts, the share of right answers."""
     kinds = list(rows[0]["divergence"])
@@ -119,7 +116,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     for row in rows:
         cells = []
         for kind in kinds:
-            cell = f"{mean(row['divergence'][kind]):.4f}"
+            cell = f"{fmean(row['divergence'][kind]):.4f}"
             if kind != "text":
                 cell += f", {sum(row['right'][kind])} of {len(row['right'][kind])}"
             cells.append(cell)

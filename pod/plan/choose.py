@@ -1,7 +1,8 @@
 """From measurements to a plan: align heads, choose roles and bits at the target saving, measure the loss.
 
-The cost of a plan is taken as the sum of the costs of its roles (``costs.py``). In a model, however, the
-errors of one layer change what the next layers see. So the loss of the model under the plan is measured too.
+The cost of a plan is the sum of the costs of its roles, with its windows taken together (``costs.py``). In a
+model, however, the errors of one layer change what the next layers see. So the loss of the model under the
+plan is measured too.
 """
 
 import math
@@ -33,6 +34,7 @@ from pod.plan.exploration import (
     for_target,
     packed_costs,
 )
+from pod.plan.gradients import LOGIT_BYTES
 from pod.plan.measured_costs import (
     MeasuredCosts,
     find_costs,
@@ -46,8 +48,6 @@ from pod.plan.solve import Floats, Frontier, PackedFrontier, solve, solve_packed
 from pod.plan.together import Plans, in_order
 from pod.training.checkpoint.run_identity import sha256_of
 
-_LOGIT_BYTES = 1 << 28
-"""Most bytes of logits in memory at a time."""
 HeadOrder = tuple[tuple[int, ...], ...]
 """For each layer, the original head at each position."""
 
@@ -288,8 +288,8 @@ def _settings(explore: ExploreArgs, plans: Plans, units: int) -> dict[str, Any]:
 
 def _with(plans: Plans, units: int, provenance: dict[str, Any]) -> SharingPlan:
     """The plan that saves ``units``, with more provenance."""
-    plan, cost = plans.at(units)
-    return replace(plan, provenance=plan.provenance | {"cost": cost} | provenance)
+    plan, _ = plans.at(units)
+    return replace(plan, provenance=plan.provenance | provenance)
 
 
 def _losses(exploration: Exploration, plan: SharingPlan) -> dict[str, Any]:
@@ -370,6 +370,6 @@ def _losses_of(model: PodForCausalLM, input_ids: Tensor) -> Tensor:
         partial(wide_logits, weight=weight),
         hidden.to(weight.device),
         tokens[:, 1:].to(weight.device),
-        rows_in(_LOGIT_BYTES, len(weight)),
+        rows_in(LOGIT_BYTES, len(weight)),
     )
     return -found.logprobs[0].double().cpu()

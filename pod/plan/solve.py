@@ -71,17 +71,6 @@ class Curve:
         """The number of saved units that costs least, among ``units`` and all larger numbers."""
         return units + int(self.costs[units:].argmin())
 
-    def cost_of(self, units: int, pair_units: int) -> float | None:
-        """The least cost of saving ``units`` or more, or None where no plan does.
-
-        Args:
-            units: number of units of another curve.
-            pair_units: units that a pair without distant tokens saves on that curve.
-        """
-        first = -(-units * self.pair_units // pair_units)  # in this curve's units, rounded up
-        least = self.costs[first:].min(initial=np.inf)
-        return float(least) if np.isfinite(least) else None
-
     def units_for(self, target_saving: float, n: int, num_sink_tokens: int, num_recent_tokens: int) -> int:
         """The least number of units that saves a share ``target_saving`` of the KV bytes, or more.
 

@@ -280,6 +280,10 @@ def test_measured_losses_are_those_of_a_model_with_the_plan(overrides, tmp_path)
         model = pod.load_model(resolve_model("package:tiny"), plan=given, dtype=torch.float64, **WINDOWS)
         text = exploration.read()
         prompts = measure_module.needle_prompts_of(exploration, model.config, text, held_out=True)
+        measured = measure_module.needle_prompts_of(exploration, model.config, text)
+        assert not {tuple(x.input_ids.tolist()) for x in prompts} & {
+            tuple(x.input_ids.tolist()) for x in measured
+        }
         kinds = {
             "text": [model(row[None], labels=row[None]).loss.item() for row in text[:2]],
             "retrieval": [loss_of_answers(model, prompt) for prompt in prompts],

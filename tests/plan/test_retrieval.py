@@ -121,6 +121,7 @@ def test_prompts_begin_as_texts_do_and_fit_the_model():
         ids = prompt.input_ids.tolist()
         assert ids[0] == 7 and len(ids) <= 1500
         assert 7 not in ids[1:10] and max(ids[:10]) >= 20, "no fact among the first tokens of a window"
+        assert ids[1:10] == [*range(ids[1], ids[1] + 9)], "the text begins as it stands"
     without = needle_prompts(tokenizer, [texts[0][1:]], 1, windows=(9, 20), longest=1500)[0]
     assert without.input_ids[0] != 7
 
@@ -136,6 +137,17 @@ def test_an_answer_is_cut_where_question_and_answer_are_read_together():
     assert fact.question == ["<begin>", "\ny", " is"]
     (number,) = fact.answer
     assert number[0] == " " and number[1:].isdigit() and fact.stated[-1] == number
+
+
+def test_an_answer_has_what_the_number_changes_of_the_question():
+    """Here a word takes the space behind it, so a number changes the question's last token."""
+
+    def tokenizer(text, add_special_tokens):
+        return {"input_ids": re.findall(r"[^ ]+ ?", text)}
+
+    fact = _Fact.of(tokenizer, "x {word} {number}", "{word} is", "y", random.Random(0))
+    assert fact.question == ["\ny "] and fact.answer[0] == "is "
+    assert fact.answer[1:] == fact.stated[-1:]
 
 
 def test_texts_that_are_too_short_are_one_line():

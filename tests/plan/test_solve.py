@@ -7,6 +7,7 @@ import pytest
 from plan_sums import sum_of_costs, units_of
 
 from pod.plan.solve import Role, solve, solve_table
+from pod.plan.together import Plans
 
 inf = np.inf
 
@@ -142,7 +143,7 @@ def test_a_saving_is_reached_or_refused_with_both_numbers():
         with pytest.raises(ValueError, match="save 0.150 to 0.350"):
             frontier.units_for(beyond, 20, 4, 6)
     assert [frontier.cheapest(x) for x in (0, 3, 4)] == [3, 3, 7]
-    assert [frontier.cost_of(x, 5) for x in (0, 1, 2, 3, 4)] == [0.0, 0.0, 1.0, 1.0, None]
+    assert [Plans(frontier).cost_of(x, 5) for x in (0, 1, 2, 3, 4)] == [0.0, 0.0, 1.0, 1.0, None]
 
 
 def test_costs_of_followers_are_read_above_their_leads_only():
