@@ -69,6 +69,11 @@ class ExploreArgs:
     """With nats: weight of the cost of retrieval, relative to the cost on text. 0.5 = as if every second
     token had to be retrieved."""
 
+    rounds: NonNegativeInt = 1
+    """With nats and windows: how often what windows do is measured again, under the plan itself, and windows
+    are exchanged for leads where that costs less. A round takes about as long as measuring the costs of
+    windows, for every target_saving anew. 0 = take the plan of the costs."""
+
     loss_sequences: NonNegativeInt = 4
     """With nats: number of sequences on which the loss of the model is measured, with and without the
     plan. 0 = do not measure it."""

@@ -43,6 +43,7 @@ from pod.plan.measured_costs import (
     needle_prompts_of,
 )
 from pod.plan.needles import Prompt
+from pod.plan.rounds import improve
 from pod.plan.similarity import dissimilarity, greedy_plan
 from pod.plan.solve import Floats, Frontier, PackedFrontier, solve, solve_packed
 from pod.plan.together import Plans, in_order
@@ -63,6 +64,7 @@ class Choice:
         units: number of units that the plan saves.
         without: the plans when something is forbidden, by its name: ``follow``, ``window`` or ``4_bits``.
             Each curve has an order of heads of its own.
+        kv_order: ``[L][H]``, the model's KV head at each position of the plan; None = all stay in place.
         similarity: ``[L, L, Hq]``, measured for cost=similarity, else None.
     """
 
@@ -70,6 +72,7 @@ class Choice:
     plans: Plans | None = None
     units: int = 0
     without: dict[str, Plans] = field(default_factory=dict)
+    kv_order: HeadOrder | None = None
     similarity: Tensor | None = None
 
     def plan_at(self, units: int) -> SharingPlan:
@@ -89,7 +92,23 @@ def find_plan(exploration: Exploration) -> Choice:
     explore = exploration.explore
     if explore.cost == "similarity":
         return choose_by_similarity(find_similarity(exploration), explore, exploration.windows)
-    return choose(find_costs(exploration), explore, exploration.windows)
+    costs = find_costs(exploration)
+    return improved(exploration, costs, choose(costs, explore, exploration.windows))
+
+
+def improved(exploration: Exploration, costs: MeasuredCosts, choice: Choice) -> Choice:
+    """The choice with windows exchanged for leads, as `rounds.improve` finds them.
+
+    The curve stays as it is: its plans are not measured. All ranks call this together.
+    """
+    assert choice.plans is not None, "plans by costs have a curve"
+    plan, _ = choice.plans.at(choice.units)
+    found = improve(exploration, costs, plan, choice.kv_order, choice.plans.lead4)
+    if not found.rounds:
+        return choice
+    provenance = choice.plan.provenance | {"rounds": found.rounds}
+    plan = replace(found.plan, provenance=provenance)
+    return replace(choice, plan=_finished(plan, costs, exploration.windows, choice.kv_order))
 
 
 def with_losses(exploration: Exploration, choice: Choice) -> Choice:
@@ -154,14 +173,25 @@ def choose(costs: MeasuredCosts, explore: ExploreArgs, windows: dict[str, int]) 
     for name, rest in _forbidding(explore).items():
         without[name], *_ = _solve(total, rest, windows, head_dim, units / curve.pair_units)
         provenance[f"plan_cost_without_{name}"] = without[name].cost_of(units, curve.pair_units)
-    heads = total["lead4"].shape[-1]
-    plan = _made_for(of_all_heads(_with(plans, units, provenance), heads), windows)
+    plan = _finished(_with(plans, units, provenance), costs, windows, kv_order)
+    return Choice(plan, plans, units, without, kv_order)
+
+
+def _finished(
+    plan: SharingPlan, costs: MeasuredCosts, windows: dict[str, int], kv_order: HeadOrder | None
+) -> SharingPlan:
+    """A plan of all heads of the measured layers, with its windows, order of heads and constant sinks.
+
+    Args:
+        plan: at explore.granularity; a plan of whole layers has one role per row.
+    """
+    plan = _made_for(of_all_heads(plan, costs.tensors["lead4"].shape[-1]), windows)
     if kv_order is not None:
         plan = replace(plan, head_order=head_order(plan, kv_order, costs.tensors["order"]))
     if "sink_logits" in costs.tensors:
         pairs = zip(costs.tensors["sink_logits"], costs.tensors["sink_values"], strict=True)
         plan = with_constants(plan, [Sink(logits, values) for logits, values in pairs])
-    return Choice(plan, plans, units, without)
+    return plan
 
 
 def _forbidding(explore: ExploreArgs) -> dict[str, ExploreArgs]:

@@ -35,7 +35,6 @@ attention rows of the sampled queries of all layers: ``4 · L · Hq · q · n`` 
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -49,13 +48,13 @@ from pod.modeling.model.packed import Packing
 from pod.modeling.model.sharing import GROUP_SIZE, RESIDUAL
 from pod.modeling.model.sinks import Sink
 from pod.plan.checks import check_array, check_costs, check_groups
-from pod.plan.gradients import Windows, gradient_of_divergence, gradient_of_draws, read_with_gradients
+from pod.plan.divergence import NOT_FINITE, measure_under
+from pod.plan.gradients import Windows, gradient_of_draws, read_with_gradients
 from pod.plan.needles import Prompt
 from pod.plan.recording import (
     AttentionInputs,
     QuerySample,
     ReadText,
-    last_stream,
     logits_of,
     planned_layers,
     sample_queries,
@@ -66,7 +65,6 @@ RETRIEVAL = "_retrieval"  # ends the name of a cost that was measured on prompts
 MAX_COST = 1000.0  # larger costs are cut down to it
 SHARE = 0.3
 """How far from the dense model, on the way to windows in all heads, retrieval is measured."""
-NOT_FINITE = "the model gives NaN or infinite values on this text: try model.dtype=float32"
 
 
 # The axes of each cost, as `check_array` takes them.
@@ -204,22 +202,9 @@ def measure_retrieval(model: PodForCausalLM, prompt: Prompt, sinks: Sequence[Sin
     Returns:
         ``[L, H]``, from 0 to 1000, fp64 on the CPU.
     """
-    config = model.config
-    windows = Windows(Visibility(config.num_sink_tokens, config.num_recent_tokens), sinks, SHARE)
-    input_ids = prompt.input_ids[None].to(model.device)
-    dense = last_stream(model, input_ids)
-    objective = partial(gradient_of_divergence, dense=dense, at=prompt.answers)
-    found: list[Tensor] = []
-
-    def receive(_: int, change: Tensor, gradient: Tensor) -> None:
-        of_heads = (gradient * change).double().sum((1, 2))  # [Hq]
-        found.append(of_heads.unflatten(0, (config.num_key_value_heads, -1)).sum(1).cpu())
-
-    read_with_gradients(model, input_ids, windows, objective, receive)
-    costs = torch.stack(found[::-1]) / (2 * SHARE)
-    if not bool(costs.isfinite().all()):
-        raise ValueError(NOT_FINITE)
-    return costs.clamp_(0.0, MAX_COST)
+    _, slopes = measure_under(model, prompt.input_ids, prompt.answers, SHARE, sinks)
+    assert slopes is not None, "they are wanted"
+    return (slopes / (2 * SHARE)).clamp_(0.0, MAX_COST)
 
 
 @torch.no_grad()

@@ -48,13 +48,14 @@ class Windows(NamedTuple):
     Attributes:
         window: what windows see.
         sinks: constants that join each planned layer's windows; None = windows have none.
-        share: how far the model that is read has gone to the windows. Its heads put out
-            ``o + share · (o' - o)``: 0 = those of the dense model, 1 = windows.
+        share: how far the model that is read has gone to the windows: one number, or one for each KV head
+            ``[L, H]`` of the planned layers. A head puts out ``o + share · (o' - o)``: 0 = the output of the
+            dense model, 1 = that of its window.
     """
 
     window: Visibility
     sinks: Sequence[Sink] | None = None
-    share: float = 0.0
+    share: float | Tensor = 0.0
 
 
 def read_with_gradients(
@@ -87,6 +88,21 @@ def read_with_gradients(
     return ReadText([stream.detach() for stream in streams], context, input_ids.device)
 
 
+@torch.no_grad()
+def stream_under(model: PodForCausalLM, input_ids: Tensor, windows: Windows) -> Tensor:
+    """The residual stream behind the last layer ``[1, n, hidden]``, with heads as far as ``windows`` says.
+
+    Arguments and errors are those of `read_with_gradients`.
+    """
+    check_one(input_ids)
+    planned = planned_layers(model.config)
+    stream, context = start(model, input_ids)
+    reader = _Reader(windows, context, input_ids.device)
+    for number, layer in enumerate(model.model.layers):
+        stream = reader.through(layer, number, planned.index(number) if number in planned else None, stream)
+    return stream
+
+
 def layer_activations(config: Any, num_tokens: int, itemsize: int) -> int:
     """About how many bytes the activations of one layer have, for a text of so many tokens."""
     heads = config.num_attention_heads + config.num_key_value_heads
@@ -113,7 +129,7 @@ class _Reader(NamedTuple):
     windows: Windows
     context: ForwardContext
     device: torch.device
-    receive: Receive
+    receive: Receive | None = None
 
     def through(self, layer: Any, number: int, place: int | None, stream: Tensor) -> Tensor:
         """The residual stream behind a layer, whose index among the planned layers is ``place``, or None."""
@@ -125,19 +141,23 @@ class _Reader(NamedTuple):
     @contextmanager
     def _watching(self, layer: Any, number: int, place: int, stream: Tensor) -> Iterator[None]:
         """Move the outputs of the heads to those of windows, and pass on their gradient."""
-        share = self.windows.share
+        receive = self.receive
+        head_dim = layer.self_attn.head_dim
 
         def watch(_: Any, given: tuple[Tensor, ...]) -> tuple[Tensor]:
             out = given[0]
             before, dense = stream.detach(), out.detach()  # a hook that held the graph would never be freed
-            if share:
-                out = out + share * self._change(layer, place, stream, out).to(out.dtype)
+            share = self._share(place, out)
+            if bool(share.any()):
+                out = out + (share * self._change(layer, place, stream, out)).to(out.dtype)
+            if receive is None:
+                return (out,)
 
             def pass_on(gradient: Tensor) -> None:
                 with torch.no_grad():
                     change = self._change(layer, place, before, dense)
-                    by_head = (self._by_head(one, layer.self_attn.head_dim) for one in (change, gradient))
-                    self.receive(number, *by_head)
+                    assert receive is not None, "this hook was registered for it"
+                    receive(number, self._by_head(change, head_dim), self._by_head(gradient, head_dim))
 
             out.register_hook(pass_on)
             return (out,)
@@ -147,6 +167,13 @@ class _Reader(NamedTuple):
             yield
         finally:
             hook.remove()
+
+    def _share(self, place: int, out: Tensor) -> Tensor:
+        """How far a layer has gone to its windows: one number, or one for each output ``[Hq · d]``."""
+        share = torch.as_tensor(self.windows.share)
+        if share.dim():
+            share = share[place].repeat_interleave(out.shape[-1] // share.shape[1])
+        return share.to(out.device, torch.promote_types(out.dtype, torch.float32))
 
     def _change(self, layer: Any, place: int, stream: Tensor, dense: Tensor) -> Tensor:
         """``o' - o`` of all heads side by side, ``[1, n, Hq · d]``, at least fp32, where ``dense`` is."""
@@ -181,7 +208,7 @@ def gradient_of_draws(model: PodForCausalLM, stream: Tensor) -> Tensor:
     Args:
         stream: ``[1, n, hidden]``, the residual stream behind the last layer.
     """
-    stream, hidden = _last_hidden(model, stream)
+    stream, hidden = last_hidden(model, stream)
     weight = model.lm_head.weight  # whose device need not be that of the tokens
     states = hidden.detach()[0].to(weight.device)
     size = rows_in(LOGIT_BYTES, len(weight))
@@ -196,29 +223,7 @@ def gradient_of_draws(model: PodForCausalLM, stream: Tensor) -> Tensor:
     return torch.autograd.grad(hidden, stream, torch.cat(parts)[None].to(hidden))[0]
 
 
-def gradient_of_divergence(model: PodForCausalLM, stream: Tensor, dense: Tensor, at: Tensor) -> Tensor:
-    """The gradient of the mean divergence ``KL(dense ‖ model)`` over some positions, ``[1, n, hidden]``.
-
-    Args:
-        stream: ``[1, n, hidden]``, the residual stream behind the last layer.
-        dense: the same of the dense model.
-        at: ``[a]``, the positions whose next token counts.
-    """
-    stream, hidden = _last_hidden(model, stream)
-    weight = model.lm_head.weight
-    with torch.no_grad():
-        expected = model.model.after_layers(dense)
-        own, wanted = (
-            wide_logits(states[0, at.to(states.device)].to(weight.device), weight).softmax(-1)
-            for states in (hidden, expected)
-        )
-        of_states = ((own - wanted) / len(at)).to(weight.dtype) @ weight
-        gradient = torch.zeros_like(hidden)
-        gradient[0, at.to(hidden.device)] = of_states.to(hidden)
-    return torch.autograd.grad(hidden, stream, gradient)[0]
-
-
-def _last_hidden(model: PodForCausalLM, stream: Tensor) -> tuple[Tensor, Tensor]:
+def last_hidden(model: PodForCausalLM, stream: Tensor) -> tuple[Tensor, Tensor]:
     """A leaf with the residual stream behind the last layer, and the hidden states that it leads to."""
     leaf = stream.detach().requires_grad_()
     with torch.enable_grad():

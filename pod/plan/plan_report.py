@@ -130,6 +130,8 @@ def summary(plan: SharingPlan, explore: ExploreArgs, windows: dict[str, int]) ->
             if cost is None or not math.isnan(cost):
                 costs.append(f"{'not reachable' if cost is None else f'{cost:.4g}'} {what}")
         lines.append("; ".join(costs))
+    if found.get("rounds"):
+        lines.append(_rounds(found["rounds"], found["retrieval_weight"]))
     losses = found.get("losses", {})
     for kind, dense in losses.get("dense", {}).items():
         own = losses["plan"][kind]
@@ -139,6 +141,22 @@ def summary(plan: SharingPlan, explore: ExploreArgs, windows: dict[str, int]) ->
     if explore.target == "vllm":
         lines.append(describe_engine(plan, explore.engine_batch_tokens))
     return "\n".join(lines)
+
+
+def _rounds(rounds: Sequence[dict[str, float]], weight: float) -> str:
+    """What was measured of the windows of the plan, and of the first plan, in one line."""
+
+    def cost(one: dict[str, float]) -> float:
+        return one["text"] + weight * one["retrieval"]
+
+    first, best = rounds[0], min(rounds, key=cost)
+    line = (
+        f"measured under the plan: windows change the predictions by {best['text']:.4g} nats per token of "
+        f"text, {best['retrieval']:.4g} of answers"
+    )
+    if best is first:
+        return f"{line}; no exchange of windows lowered this"
+    return f"{line} ({first['text']:.4g}, {first['retrieval']:.4g} before windows were exchanged for leads)"
 
 
 def _windows(plan: SharingPlan, num_sink_tokens: int, num_recent_tokens: int) -> str:

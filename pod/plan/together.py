@@ -19,13 +19,14 @@ starts find.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pod.modeling.model.sharing import SharingPlan
 from pod.plan.solve import Floats, Frontier, Ints, PackedFrontier
 
+Bools = NDArray[np.bool_]
 ENOUGH = 1e-12
 """The least gain, relative to the cost, for which windows are exchanged."""
 
@@ -94,33 +95,54 @@ def rechosen(
         windows: ``[L, H, L, H]``.
         lead4: ``[L, H]``, cost of a lead in a packed layer; None = no layer is packed.
     """
-    sizes = windows.shape[:2]
-    matrix = windows.reshape(sizes[0] * sizes[1], -1)
-    packed = [bits == 4 for bits in plan.bits or (16,) * sizes[0]]
-    leading = np.zeros(sizes)
-    if lead4 is not None:
-        leading[packed] = lead4[packed]
-    has_window = np.array([[lead is None for lead in row] for row in plan.lead]).ravel()
-    in_block = np.zeros(sizes, dtype=bool)
-    for layer, row in enumerate(plan.lead):
-        for head, lead in enumerate(row):
-            if lead not in (None, layer):
-                in_block[lead : layer + 1, head] = True
-    classes = np.repeat(np.where(packed, 1, 0), sizes[1])
-    classes[in_block.ravel()] = -1  # these keep their role
-    problem = _Exchange(matrix, leading.ravel(), classes)
+    problem = _Exchange.of(plan, windows, lead4)
+    has_window = has_windows(plan).ravel()
     starts = [has_window, problem.grown(has_window)]
     best = min((problem.swapped(start) for start in starts), key=problem.cost)
-    rest = cost - matrix.diagonal()[has_window].sum() - leading.ravel()[problem.leads(has_window)].sum()
+    leads = problem.leads(has_window)
+    rest = cost - problem.matrix.diagonal()[has_window].sum() - problem.leading[leads].sum()
+    return _with_windows(plan, best), float(rest + problem.cost(best))
+
+
+def exchanged(plan: SharingPlan, windows: Floats, most: int, lead4: Floats | None = None) -> SharingPlan:
+    """The plan after exchanges of a window for a lead, the best exchange first, while they lower the cost.
+
+    Args:
+        plan: with at least one window.
+        windows: ``[L, H, L, H]``.
+        most: the most exchanges.
+        lead4: as in `rechosen`.
+    """
+    problem = _Exchange.of(plan, windows, lead4)
+    return _with_windows(plan, problem.swapped(has_windows(plan).ravel(), most))
+
+
+def has_windows(plan: SharingPlan) -> Bools:
+    """Which heads of the plan keep windows, ``[L, H]``."""
+    return np.array([[lead is None for lead in row] for row in plan.lead])
+
+
+def _with_windows(plan: SharingPlan, windows: Bools) -> SharingPlan:
+    """The plan with windows in these heads ``[P]`` and leads in the others; blocks of followers stay."""
+    in_block = _in_blocks(plan)
     rows = []
-    for layer, row in enumerate(plan.lead):
-        windows_of = best.reshape(sizes)[layer]
+    for layer, (row, chosen) in enumerate(zip(plan.lead, windows.reshape(in_block.shape), strict=True)):
         own = [
-            lead if in_block[layer, head] else (None if windows_of[head] else layer)
+            lead if in_block[layer, head] else (None if chosen[head] else layer)
             for head, lead in enumerate(row)
         ]
         rows.append(tuple(own))
-    return replace(plan, lead=tuple(rows)), float(rest + problem.cost(best))
+    return replace(plan, lead=tuple(rows))
+
+
+def _in_blocks(plan: SharingPlan) -> Bools:
+    """Which heads ``[L, H]`` stand between a lead and its followers, both included."""
+    found = np.zeros((plan.num_layers, plan.num_key_value_heads), dtype=bool)
+    for layer, row in enumerate(plan.lead):
+        for head, lead in enumerate(row):
+            if lead not in (None, layer):
+                found[lead : layer + 1, head] = True
+    return found
 
 
 @dataclass(frozen=True)
@@ -138,15 +160,27 @@ class _Exchange:
     leading: Floats
     classes: Ints
 
-    def leads(self, windows: Any) -> Any:
+    @classmethod
+    def of(cls, plan: SharingPlan, windows: Floats, lead4: Floats | None) -> "_Exchange":
+        """The exchanges that leave the plan's blocks of followers and its bits; arguments as `rechosen`."""
+        sizes = windows.shape[:2]
+        packed = [bits == 4 for bits in plan.bits or (16,) * sizes[0]]
+        leading = np.zeros(sizes)
+        if lead4 is not None:
+            leading[packed] = lead4[packed]
+        classes = np.repeat(np.where(packed, 1, 0), sizes[1])
+        classes[_in_blocks(plan).ravel()] = -1
+        return cls(windows.reshape(sizes[0] * sizes[1], -1), leading.ravel(), classes)
+
+    def leads(self, windows: Bools) -> Bools:
         """The heads ``[P]`` of a class that have no window."""
         return ~windows & (self.classes >= 0)
 
-    def cost(self, windows: Any) -> float:
+    def cost(self, windows: Bools) -> float:
         """The cost of windows in these heads, ``[P]`` of bool, and of leads in the others."""
         return float(self.matrix[windows][:, windows].sum() + self.leading[self.leads(windows)].sum())
 
-    def grown(self, like: Any) -> Any:
+    def grown(self, like: Bools) -> Bools:
         """Windows that are added one by one, as many of each class as there are in ``like``."""
         can_change = self.classes >= 0
         left = np.bincount(self.classes[like & can_change], minlength=2)
@@ -160,12 +194,17 @@ class _Exchange:
             added = added + 2 * self.matrix[chosen]
         return windows
 
-    def swapped(self, windows: Any) -> Any:
-        """These windows, exchanged for leads while that lowers the cost."""
+    def swapped(self, windows: Bools, most: int | None = None) -> Bools:
+        """These windows, exchanged for leads while that lowers the cost.
+
+        Args:
+            most: the most exchanges; None = as many as lower the cost.
+        """
         windows = windows.copy()
         diagonal = self.matrix.diagonal()
         least = ENOUGH * abs(self.cost(windows))
-        while True:
+        count = 0
+        while most is None or count < most:
             beside = self.matrix[:, windows].sum(1)
             out = np.flatnonzero(windows & (self.classes >= 0))
             into = np.flatnonzero(self.leads(windows))
@@ -180,6 +219,8 @@ class _Exchange:
                 return windows
             windows[out[place // len(into)]] = False
             windows[into[place % len(into)]] = True
+            count += 1
+        return windows
 
 
 def in_order(windows: Floats, kv_order: Sequence[Sequence[int]] | None) -> Floats:

@@ -49,3 +49,44 @@ def gradients_of_attention(model, input_ids):
         ]
         loss = torch.nn.functional.cross_entropy(logits, torch.tensor(drawn), reduction="sum")
         return [gradient[0] for gradient in torch.autograd.grad(loss, outs)]
+
+
+def log_probabilities(model, input_ids, shares, sinks=None):
+    """Log-probabilities ``[n, V]``; head h of layer l puts out ``o + shares[l, h] · (o' - o)``."""
+    config = model.config
+    n, d, groups = input_ids.shape[1], config.head_dim, config.num_key_value_groups
+    i, j = torch.arange(n)[:, None], torch.arange(n)
+    causal = j <= i
+    near = causal & ((j < config.num_sink_tokens) | (i - j < config.num_recent_tokens))
+    ropes = model.model.context(torch.zeros(1, n, 1).double(), torch.arange(n)[None]).ropes
+    given, hooks = {}, []
+    for number, layer in enumerate(model.model.layers):
+
+        def remember(module, inputs, number=number):
+            given[number] = inputs[0]
+
+        def mix(module, inputs, number=number, layer=layer):
+            q, k, v = layer.self_attn._project(given[number])
+            q, k = ropes[number](q)[0], ropes[number](k)[0]
+            outs = []
+            for head in range(config.num_attention_heads):
+                own = head // groups
+                logits = q[head] @ k[own].T / d**0.5
+                full = logits.masked_fill(~causal, float("-inf")).softmax(-1) @ v[0, own]
+                seen = logits.masked_fill(~near, float("-inf"))
+                values = v[0, own]
+                if sinks is not None:
+                    seen = torch.cat([seen, sinks[number].logits[head].expand(n, 1)], dim=1)
+                    values = torch.cat([values, sinks[number].values[own][None]])
+                outs.append(full + shares[number, own] * (seen.softmax(-1) @ values - full))
+            return (torch.cat(outs, -1)[None],)
+
+        hooks += [
+            layer.self_attn.register_forward_pre_hook(remember),
+            layer.self_attn.o_proj.register_forward_pre_hook(mix),
+        ]
+    try:
+        return model(input_ids, use_cache=False).logits[0].log_softmax(-1)
+    finally:
+        for hook in hooks:
+            hook.remove()

@@ -9,12 +9,13 @@ from plan_models import RECENT, SINKS, gradients_of_attention, make_model
 
 from pod.modeling.model.attend import Visibility
 from pod.plan import gradients
+from pod.plan.divergence import divergence, gradient_of_divergence
 from pod.plan.gradients import (
     Windows,
     drawn,
-    gradient_of_divergence,
     gradient_of_draws,
     read_with_gradients,
+    stream_under,
 )
 from pod.plan.recording import last_stream, record_attention_inputs
 
@@ -103,6 +104,20 @@ def test_a_mixture_of_share_1_is_the_model_with_windows_and_of_share_0_the_dense
     expected = planned.model(input_ids=input_ids, use_cache=False).last_hidden_state
     torch.testing.assert_close(model.model.after_layers(mixed), expected)
     assert not torch.allclose(mixed, dense)
+    torch.testing.assert_close(stream_under(model, input_ids, Windows(window, share=1.0)), mixed)
+
+
+@torch.no_grad()
+def test_each_head_goes_as_far_as_its_share_says(input_ids):
+    import pod
+
+    model = make_model(6, 2)
+    lead = [[None, 0], [1, 1], [2, None], [None, None]]
+    share = torch.tensor([[float(one is None) for one in row] for row in lead])
+    stream = stream_under(model, input_ids, Windows(Visibility(SINKS, RECENT), share=share))
+    planned = pod.load_model(model, plan=pod.SharingPlan(lead=lead))
+    expected = planned.model(input_ids=input_ids, use_cache=False).last_hidden_state
+    torch.testing.assert_close(model.model.after_layers(stream), expected)
 
 
 @torch.no_grad()
@@ -113,6 +128,21 @@ def test_the_dense_model_has_no_divergence_from_itself(input_ids):
     assert gradient_of_divergence(model, stream, stream, at).abs().max() < 1e-15
     moved = gradient_of_divergence(model, 1.1 * stream + 0.1, stream, at)
     assert moved[0, at].abs().max() > 1e-5 and not moved[0, 4:30].any()
+    assert divergence(model, stream, stream, at) == pytest.approx(0.0, abs=1e-15)
+    assert divergence(model, 1.1 * stream + 0.1, stream, at) > 1e-5
+
+
+@torch.no_grad()
+def test_a_divergence_is_that_of_whole_distributions_a_few_at_a_time(input_ids, monkeypatch):
+    model = make_model(6, 2)
+    dense = last_stream(model, input_ids)
+    stream, at = 1.1 * dense + 0.1, torch.arange(3, 40)
+    wanted, own = (model.lm_head(model.model.after_layers(x))[0, at].log_softmax(-1) for x in (dense, stream))
+    expected = torch.nn.functional.kl_div(own, wanted, reduction="batchmean", log_target=True)
+    whole = gradient_of_divergence(model, stream, dense, at)
+    monkeypatch.setattr("pod.plan.divergence.LOGIT_BYTES", 4 * 61 * 5)
+    assert divergence(model, stream, dense, at) == pytest.approx(expected.item(), rel=1e-12)
+    torch.testing.assert_close(gradient_of_divergence(model, stream, dense, at), whole)
 
 
 @pytest.mark.parametrize("held", [True, False])

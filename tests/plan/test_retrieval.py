@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from plan_models import make_model
+from plan_models import log_probabilities, make_model
 from transformers import AutoTokenizer
 
 from pod.modeling.model.sinks import Sink
@@ -15,47 +15,6 @@ from pod.plan.costs import SHARE, measure_retrieval
 from pod.plan.needles import FACTS_OF_A_PROMPT, WORDS, Prompt, _Fact, needle_prompts
 
 TOKENS = 29
-
-
-def log_probabilities(model, input_ids, shares, sinks=None):
-    """Log-probabilities ``[n, V]``; head h of layer l puts out ``o + shares[l, h] · (o' - o)``."""
-    config = model.config
-    n, d, groups = input_ids.shape[1], config.head_dim, config.num_key_value_groups
-    i, j = torch.arange(n)[:, None], torch.arange(n)
-    causal = j <= i
-    near = causal & ((j < config.num_sink_tokens) | (i - j < config.num_recent_tokens))
-    ropes = model.model.context(torch.zeros(1, n, 1).double(), torch.arange(n)[None]).ropes
-    given, hooks = {}, []
-    for number, layer in enumerate(model.model.layers):
-
-        def remember(module, inputs, number=number):
-            given[number] = inputs[0]
-
-        def mix(module, inputs, number=number, layer=layer):
-            q, k, v = layer.self_attn._project(given[number])
-            q, k = ropes[number](q)[0], ropes[number](k)[0]
-            outs = []
-            for head in range(config.num_attention_heads):
-                own = head // groups
-                logits = q[head] @ k[own].T / d**0.5
-                full = logits.masked_fill(~causal, float("-inf")).softmax(-1) @ v[0, own]
-                seen = logits.masked_fill(~near, float("-inf"))
-                values = v[0, own]
-                if sinks is not None:
-                    seen = torch.cat([seen, sinks[number].logits[head].expand(n, 1)], dim=1)
-                    values = torch.cat([values, sinks[number].values[own][None]])
-                outs.append(full + shares[number, own] * (seen.softmax(-1) @ values - full))
-            return (torch.cat(outs, -1)[None],)
-
-        hooks += [
-            layer.self_attn.register_forward_pre_hook(remember),
-            layer.self_attn.o_proj.register_forward_pre_hook(mix),
-        ]
-    try:
-        return model(input_ids, use_cache=False).logits[0].log_softmax(-1)
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 @pytest.mark.parametrize("heads", [(6, 2), (3, 3), (4, 1)])

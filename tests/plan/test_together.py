@@ -8,7 +8,7 @@ import pytest
 
 from pod.modeling.model.sharing import SharingPlan
 from pod.plan.solve import solve
-from pod.plan.together import Plans, in_order, rechosen
+from pod.plan.together import Plans, exchanged, has_windows, in_order, rechosen
 
 
 def costs_of_windows(layers, heads, seed, rank=4):
@@ -128,3 +128,24 @@ def test_heads_in_another_order_keep_their_costs():
     for a, b in itertools.product(itertools.product(range(2), range(3)), repeat=2):
         assert found[a + b] == windows[a[0], order[a[0]][a[1]], b[0], order[b[0]][b[1]]]
     assert in_order(windows, None) is windows
+
+
+def test_exchanges_are_the_best_ones_and_no_more_than_asked_for():
+    windows = costs_of_windows(4, 3, 1)
+    start = plan_of(range(5), 4, 3)
+
+    def after_one(plan):
+        kept = set(np.flatnonzero(has_windows(plan)).tolist())
+        others = itertools.product(kept, set(range(12)) - kept)
+        return min(cost(windows, plan_of(kept - {leaves} | {comes}, 4, 3)) for leaves, comes in others)
+
+    plan = start
+    for most in range(1, 4):
+        expected = min(after_one(plan), cost(windows, plan))
+        plan = exchanged(start, windows, most)
+        assert cost(windows, plan) == pytest.approx(expected) and plan.num_windows == 5
+        moved = has_windows(plan) & ~has_windows(start)
+        assert moved.sum() <= most
+    final = exchanged(start, windows, 100)
+    assert after_one(final) >= cost(windows, final) - 1e-12
+    assert exchanged(final, windows, 100) == final

@@ -1,0 +1,215 @@
+"""Rounds: what windows do under the plan, and which are exchanged."""
+
+import itertools
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from plan_models import log_probabilities, make_model
+
+import pod
+from pod.commands import explore
+from pod.modeling.model.sharing import SharingPlan
+from pod.modeling.model.sinks import Sink
+from pod.plan import rounds
+from pod.plan.choose import choose
+from pod.plan.divergence import measure_under
+from pod.plan.exploration import Exploration
+from pod.plan.measured_costs import COSTS_NAME, MeasuredCosts, find_costs
+from pod.plan.rounds import corrected
+from pod.plan.together import has_windows
+from pod.recipe import load_recipe
+
+TOKENS = 29
+
+
+@pytest.fixture
+def overrides(explore_overrides):
+    windows = ["model.num_sink_tokens=2", "model.num_recent_tokens=5"]
+    few = ["explore.loss_sequences=0", "explore.retrieval_sequences=2"]
+    return [*explore_overrides, *windows, "explore.target_saving=0.4", *few]
+
+
+@pytest.mark.parametrize("heads", [(6, 2), (3, 3), (4, 1)])
+@pytest.mark.parametrize("constant", [False, True])
+@torch.no_grad()
+def test_slopes_are_derivatives_of_the_divergence_under_the_plan(heads, constant):
+    model = make_model(*heads, **({"sinks": 0, "recent": 7} if constant else {}))
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(0, 61, (1, TOKENS), generator=generator)
+    at = torch.tensor([12, 13, 20, 27])
+    sinks = None
+    if constant:
+        shapes = (heads[0],), (heads[1], 8)
+        sinks = [
+            Sink(*(torch.randn(shape, generator=generator).double() for shape in shapes)) for _ in range(4)
+        ]
+    share = torch.randint(0, 2, (4, heads[1]), generator=generator).double()
+    value, slopes = measure_under(model, ids[0], at, share, sinks)
+    alone, nothing = measure_under(model, ids[0], at, share, sinks, with_slopes=False)
+    dense = model(ids, use_cache=False).logits[0].log_softmax(-1)[at]
+
+    def divergence(shares):
+        own = log_probabilities(model, ids, shares, sinks)[at]
+        return (dense.exp() * (dense - own)).sum(-1).mean()
+
+    assert nothing is None and alone == pytest.approx(value, rel=1e-12)
+    assert value == pytest.approx(divergence(share).item(), rel=1e-9)
+    for layer, head in itertools.product(range(4), range(heads[1])):
+        step = torch.zeros(4, heads[1]).double()
+        step[layer, head] = 1e-5
+        expected = (divergence(share + step) - divergence(share - step)) / 2e-5
+        assert slopes[layer, head].item() == pytest.approx(expected.item(), rel=1e-5, abs=1e-9)
+    assert (slopes < 0).any() and slopes.abs().max() > 1e-4
+
+
+def test_corrected_costs_have_the_measured_slopes_and_the_pairs_of_before():
+    generator = np.random.default_rng(0)
+    changes = generator.standard_normal((6, 4))
+    windows = (changes @ changes.T).reshape(3, 2, 3, 2)
+    chosen, slopes = generator.random((3, 2)) < 0.5, generator.standard_normal((3, 2))
+    found = corrected(windows, chosen, slopes).reshape(6, 6)
+    flat = windows.reshape(6, 6)
+    assert np.array_equal(found - np.diag(found.diagonal()), flat - np.diag(flat.diagonal()))
+    linear = (found - flat).diagonal()
+
+    def cost(share):
+        return share @ flat @ share + linear @ share
+
+    start = chosen.ravel().astype(float)
+    for head in range(6):
+        step = 1e-6 * np.eye(6)[head]
+        slope = (cost(start + step) - cost(start - step)) / 2e-6
+        assert slope == pytest.approx(slopes.ravel()[head], abs=1e-6)
+    assert cost(start) == pytest.approx(found[chosen.ravel()][:, chosen.ravel()].sum())
+
+
+def measured_by_models(exploration, plan):
+    """The divergence on text and on answers, from the logits of two models."""
+    dense = exploration.load_model()
+    planned = pod.load_model(dense, plan=plan)
+    texts = exploration.read()
+    prompts = rounds.needle_prompts_of(exploration, dense.config, texts)
+    found = []
+    for kind in ([(text, torch.arange(len(text))) for text in texts], prompts):
+        values = []
+        for ids, at in kind:
+            wanted, own = (
+                m(ids[None], use_cache=False).logits[0, at].log_softmax(-1) for m in (dense, planned)
+            )
+            values.append((wanted.exp() * (wanted - own)).sum(-1).mean().item())
+        found.append(sum(values) / len(values))
+    return found
+
+
+SETTINGS = {
+    "heads": [],
+    "layers": ["explore.granularity=layer"],
+    "constants": ["model.num_sink_tokens=0", "model.sinks=constant", "model.num_recent_tokens=7"],
+    "bits": ["explore.bits=[16,4]"],
+}
+
+
+def in_reverse(costs):
+    """The costs of windows in the wrong order, so that the first plan is a bad one."""
+    tensors = dict(costs.tensors)
+    for name in ("windows", "windows_retrieval"):
+        tensors[name] = tensors[name].flip(0, 1, 2, 3).contiguous()
+    return MeasuredCosts(tensors, costs.provenance)
+
+
+@pytest.mark.parametrize("kind", SETTINGS)
+@torch.no_grad()
+def test_rounds_lower_what_models_with_the_plan_measure(overrides, tmp_path, kind, capsys):
+    settings = [*overrides, "explore.roles=[window]", *SETTINGS[kind], "explore.rounds=3"]
+    recipe = load_recipe(None, settings)
+    exploration = Exploration.of(recipe)
+    costs = in_reverse(find_costs(exploration))
+    costs.save(exploration.folder / COSTS_NAME)
+    explore.main(recipe)
+    first = choose(costs, recipe.explore, exploration.windows).plan
+    plan = SharingPlan.load(exploration.folder / "plan.json")
+    measured = plan.provenance["rounds"]
+
+    def cost(one):
+        return one["text"] + recipe.explore.retrieval_weight * one["retrieval"]
+
+    best = min(measured, key=cost)
+    assert 2 <= len(measured) <= 4 and cost(best) < 0.9 * cost(measured[0])
+    assert measured[0]["exchanged"] == 0 and all(one["exchanged"] for one in measured[1:])
+    assert (plan.num_windows, plan.num_leads, plan.bits) == (first.num_windows, first.num_leads, first.bits)
+    for one, made in ((measured[0], first), (best, plan)):
+        alone = replace(made, bits=None)  # rounds measure windows alone
+        found = measured_by_models(exploration, alone)
+        assert [one["text"], one["retrieval"]] == pytest.approx(found, rel=1e-3, abs=1e-6)
+    if kind == "constants":
+        windows = [None in row for row in plan.lead]
+        assert [logits is not None for logits in plan.sink_constants.logits] == windows
+    said = capsys.readouterr().out
+    assert f"by {best['text']:.4g} nats per token of text, {best['retrieval']:.4g} of answers" in said
+    assert f"({measured[0]['text']:.4g}, {measured[0]['retrieval']:.4g} before windows" in said
+    assert not list(exploration.folder.glob("rounds.partial-*"))
+    json.dumps(plan.provenance)
+
+
+def test_heads_that_are_reordered_are_measured_in_their_own_order(overrides, monkeypatch, tmp_path):
+    recipe = load_recipe(None, [*overrides, "explore.rounds=1"])
+    exploration = Exploration.of(recipe)
+    explore.main(replace(recipe, explore=replace(recipe.explore, rounds=0)))
+    costs = MeasuredCosts.load(exploration.folder / COSTS_NAME)
+    model = exploration.load_model()
+    layers, heads = model.config.num_hidden_layers, model.config.num_key_value_heads
+    order = [list(np.roll(range(heads), layer)) for layer in range(layers)]
+    lead = [[None if (layer + head) % 2 else layer for head in range(heads)] for layer in range(layers)]
+    in_model = [[None] * heads for _ in range(layers)]
+    for layer, row in enumerate(lead):
+        for place, one in enumerate(row):
+            in_model[layer][order[layer][place]] = one
+    ours = rounds._Bench.of(exploration, costs, order).measure(SharingPlan(lead=lead), with_slopes=True)
+    plain = rounds._Bench.of(exploration, costs, None).measure(SharingPlan(lead=in_model), with_slopes=True)
+    assert ours.cost == plain.cost
+    for layer in range(layers):
+        assert np.array_equal(ours.slopes[layer], plain.slopes[layer][order[layer]])
+
+
+def test_a_plan_with_nothing_to_exchange_is_not_measured(overrides, monkeypatch):
+    recipe = load_recipe(None, overrides)
+    exploration = Exploration.of(recipe)
+    monkeypatch.setattr(rounds, "_Bench", None)
+    for lead in ([[0, 1]] * 2, [[None, None]] * 2):
+        plan = SharingPlan(
+            lead=[[None if one is None else layer for one in row] for layer, row in enumerate(lead)]
+        )
+        assert rounds.improve(exploration, MeasuredCosts({}, {}), plan) == (plan, [])
+
+
+def test_a_round_that_is_worse_is_not_taken(monkeypatch, overrides):
+    """Costs that mislead: the second plan measures more, so the first one stays, and fewer are exchanged."""
+    recipe = load_recipe(None, [*overrides, "explore.rounds=3", "explore.roles=[window]"])
+    exploration = Exploration.of(recipe)
+    layers, heads = 6, 2
+    eye = torch.eye(layers * heads, dtype=torch.float64).view(layers, heads, layers, heads)
+    costs = MeasuredCosts({"windows": eye, "lead4": torch.zeros(layers, heads)}, {})
+    plan = SharingPlan(lead=[[None, layer] for layer in range(layers)])
+    asked = []
+
+    class Bench:
+        @classmethod
+        def of(cls, *_):
+            return cls()
+
+        def measure(self, tried, with_slopes):
+            asked.append(tried)
+            cost = float(len(asked))
+            slopes = np.where(has_windows(tried), 5.0, 0.1 * np.arange(layers)[:, None])
+            return rounds.Measured(cost, 0.0, cost, slopes if with_slopes else None)
+
+        def forget(self):
+            pass
+
+    monkeypatch.setattr(rounds, "_Bench", Bench)
+    found = rounds.improve(exploration, costs, plan)
+    assert found.plan == plan and [one["exchanged"] for one in found.rounds] == [0, 2, 1]
+    assert len(asked) == 3, "the plan of one exchange was measured, and one exchange is the least"
