@@ -111,10 +111,10 @@ def with_text(model: str, folder: Path) -> None:
         (folder / "data").symlink_to(text)
 
 
-def make_plans(model: str) -> None:
-    """Costs under both kinds of sinks, retrieval heads, and every plan from them."""
-    from pod.plan.choose import choose
-    from pod.plan.exploration import windows_of
+def make_plans(model: str, only: list[str]) -> None:
+    """Costs under both kinds of sinks, retrieval heads, and every plan from them, or only those named."""
+    from pod.plan.choose import choose, improved
+    from pod.plan.exploration import Exploration
     from pod.plan.measured_costs import COSTS_NAME, MeasuredCosts
 
     plans = plans_of(model)
@@ -123,14 +123,18 @@ def make_plans(model: str) -> None:
         folder = WORK / model / sinks
         with_text(model, folder)
         file = write_recipe(model, sinks, folder)
-        launch("explore.py", file, "--set", "explore.loss_sequences=0")
-        recipe, measured = load_recipe(file), MeasuredCosts.load(folder / "plan" / COSTS_NAME)
-        windows = windows_of(recipe)
-        for (what, own), changes in GRANULARITIES.items():
-            for saving in SAVINGS if own == sinks else ():
-                explore = replace(recipe.explore, budget_length=0, target_saving=saving, **changes)
-                plan = choose(measured, explore, windows).plan
-                plan.save(plans / plan_name(what, sinks, saving))
+        launch("explore.py", file, "--set", "explore.loss_sequences=0", "--set", "explore.rounds=0")
+        own = Exploration.of(load_recipe(file))
+        measured = MeasuredCosts.load(folder / "plan" / COSTS_NAME)
+        for (what, stands), changes in GRANULARITIES.items():
+            for saving in SAVINGS if stands == sinks else ():
+                name = plan_name(what, sinks, saving)
+                if only and not name.startswith(tuple(only)):
+                    continue
+                explore = replace(own.explore, budget_length=0, target_saving=saving, **changes)
+                asked = replace(own, explore=explore)
+                plan = improved(asked, measured, choose(measured, explore, own.windows)).plan
+                plan.save(plans / name)
                 counts = f"{plan.num_windows} of {plan.num_pairs} heads keep windows"
                 print(f"{what}, sinks {sinks}, {saving:.0%}: {counts}")
     launch("explore.py", WORK / model / "tokens" / "recipe.yaml", "--heads")
@@ -243,7 +247,7 @@ if __name__ == "__main__":
     )
     parser.add_argument("--model", default="smollm2", choices=list(STEPS))
     parser.add_argument("--part", default="0/1", help="which share of the rows, as 0/2")
-    parser.add_argument("--only", default="", help="rows or runs by name, comma-separated")
+    parser.add_argument("--only", default="", help="rows, runs or plans by name, comma-separated")
     action = parser.add_mutually_exclusive_group()
     action.add_argument("--plans", action="store_true", help="make the plans")
     action.add_argument("--train", action="store_true", help="train the plans; a GPU takes a minute each")
@@ -252,7 +256,7 @@ if __name__ == "__main__":
     arguments = parser.parse_args()
     names = [name for name in arguments.only.split(",") if name]
     if arguments.plans:
-        make_plans(arguments.model)
+        make_plans(arguments.model, names)
     elif arguments.train:
         train(arguments.model, names)
     elif arguments.export:

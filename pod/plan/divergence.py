@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -25,6 +24,7 @@ def measure_under(
     share: float | Tensor,
     sinks: Sequence[Sink] | None = None,
     with_slopes: bool = True,
+    dense: Tensor | None = None,
 ) -> tuple[float, Tensor | None]:
     """How far windows move a model's predictions, and the derivative for every head.
 
@@ -34,6 +34,7 @@ def measure_under(
         at: ``[a]``, the positions whose next token counts.
         share: how far the heads have gone to their windows, one number or ``[L, H]``; 0 = leads, 1 = windows.
         sinks: constants that join each planned layer's windows; None = windows have none.
+        dense: what `dense_states` gives for these tokens and positions; None = it is computed.
 
     Returns:
         The mean divergence ``KL(dense ‖ model)`` in nats per position, and its derivative for the share of
@@ -44,72 +45,76 @@ def measure_under(
     """
     config = model.config
     windows = Windows(Visibility(config.num_sink_tokens, config.num_recent_tokens), sinks, share)
+    states = dense_states(model, input_ids, at) if dense is None else dense
+    objective = Divergence(states, at)
     input_ids = input_ids[None].to(model.device)
-    dense = last_stream(model, input_ids)
-    found: list[Tensor] = []
-
-    def receive(_: int, change: Tensor, gradient: Tensor) -> None:
-        of_heads = (gradient * change).double().sum((1, 2))  # [Hq]
-        found.append(of_heads.unflatten(0, (config.num_key_value_heads, -1)).sum(1).cpu())
-
     slopes = None
     if with_slopes:
-        objective = partial(gradient_of_divergence, dense=dense, at=at)
-        stream = read_with_gradients(model, input_ids, windows, objective, receive).streams[-1]
+        found: list[Tensor] = []
+
+        def receive(_: int, change: Tensor, gradient: Tensor) -> None:
+            of_heads = (gradient * change).double().sum((1, 2))  # [Hq]
+            found.append(of_heads.unflatten(0, (config.num_key_value_heads, -1)).sum(1).cpu())
+
+        read_with_gradients(model, input_ids, windows, objective, receive)
         slopes = torch.stack(found[::-1])
     else:
-        stream = stream_under(model, input_ids, windows)
-    value = divergence(model, stream, dense, at)
-    if not math.isfinite(value) or (slopes is not None and not bool(slopes.isfinite().all())):
+        objective.measure(model, stream_under(model, input_ids, windows))
+    if not math.isfinite(objective.value) or (slopes is not None and not bool(slopes.isfinite().all())):
         raise ValueError(NOT_FINITE)
-    return value, slopes
-
-
-def gradient_of_divergence(model: PodForCausalLM, stream: Tensor, dense: Tensor, at: Tensor) -> Tensor:
-    """The gradient of the mean divergence ``KL(dense ‖ model)`` over some positions, ``[1, n, hidden]``.
-
-    Arguments are those of `divergence`.
-    """
-    stream, hidden = last_hidden(model, stream)
-    weight = model.lm_head.weight
-    with torch.no_grad():
-        gradient = torch.zeros_like(hidden)
-        for places, wanted, own in _predictions(model, dense, hidden, at):
-            change = (own.exp() - wanted.exp()) / len(at)
-            gradient[0, places.to(hidden.device)] = (change.to(weight.dtype) @ weight).to(hidden)
-    return torch.autograd.grad(hidden, stream, gradient)[0]
+    return objective.value, slopes
 
 
 @torch.no_grad()
-def divergence(model: PodForCausalLM, stream: Tensor, dense: Tensor, at: Tensor) -> float:
-    """The mean divergence ``KL(dense ‖ model)`` over some positions, in nats.
+def dense_states(model: PodForCausalLM, input_ids: Tensor, at: Tensor) -> Tensor:
+    """The final hidden states of the dense model ``[a, hidden]`` at positions ``[a]`` of tokens ``[n]``."""
+    stream = last_stream(model, input_ids[None].to(model.device))
+    return model.model.after_layers(stream)[0, at.to(stream.device)]
 
-    Args:
-        stream: ``[1, n, hidden]``, the residual stream behind the last layer.
-        dense: the same of the dense model.
-        at: ``[a]``, the positions whose next token counts.
+
+class Divergence:
+    """The mean divergence ``KL(dense ‖ model)`` over some positions: an objective of `read_with_gradients`.
+
+    Attributes:
+        dense: ``[a, hidden]``, final hidden states of the dense model.
+        at: ``[a]``, their positions.
+        value: in nats per position, of the stream that was given last.
     """
-    hidden = model.model.after_layers(stream)
-    parts = [
-        (wanted.exp() * (wanted - own)).double().sum().item()
-        for _, wanted, own in _predictions(model, dense, hidden, at)
-    ]
-    return sum(parts) / len(at)
 
+    def __init__(self, dense: Tensor, at: Tensor):
+        self.dense, self.at, self.value = dense, at, math.nan
 
-def _predictions(
-    model: PodForCausalLM, dense: Tensor, hidden: Tensor, at: Tensor
-) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Some of the positions ``at`` at a time, and their log-probabilities ``[m, V]``.
+    def __call__(self, model: PodForCausalLM, stream: Tensor) -> Tensor:
+        """The gradient for the residual stream behind the last layer, both ``[1, n, hidden]``."""
+        leaf, hidden = last_hidden(model, stream)
+        gradient = torch.zeros_like(hidden)
+        weight = model.lm_head.weight
+        with torch.no_grad():
+            for places, wanted, own in self._measured(model, hidden):
+                change = (own.exp() - wanted.exp()) / len(self.at)
+                gradient[0, places] = (change.to(weight.dtype) @ weight).to(hidden)
+        return torch.autograd.grad(hidden, leaf, gradient)[0]
 
-    The dense model's come first, then those from the hidden states ``[1, n, hidden]``. They lie where the
-    output weights lie.
-    """
-    weight = model.lm_head.weight
-    expected = model.model.after_layers(dense)
-    for places in at.split(rows_in(LOGIT_BYTES, len(weight))):
-        wanted, own = (
-            wide_logits(states[0, places.to(states.device)].to(weight.device), weight).log_softmax(-1)
-            for states in (expected, hidden)
-        )
-        yield places, wanted, own
+    @torch.no_grad()
+    def measure(self, model: PodForCausalLM, stream: Tensor) -> None:
+        """Find ``value`` for a residual stream behind the last layer ``[1, n, hidden]``."""
+        for _ in self._measured(model, model.model.after_layers(stream)):
+            pass
+
+    def _measured(self, model: PodForCausalLM, hidden: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Some positions at a time, with log-probabilities ``[m, V]`` of the dense model and of ``hidden``.
+
+        They lie where the output weights lie. Behind the last ones, ``value`` is found.
+        """
+        weight = model.lm_head.weight
+        total = 0.0
+        size = rows_in(LOGIT_BYTES, len(weight))
+        at = self.at.to(hidden.device)
+        for places, states in zip(at.split(size), self.dense.split(size), strict=True):
+            wanted, own = (
+                wide_logits(one.to(weight.device), weight).log_softmax(-1)
+                for one in (states, hidden[0, places])
+            )
+            total += (wanted.exp() * (wanted - own)).double().sum().item()
+            yield places, wanted, own
+        self.value = total / len(self.at)

@@ -30,7 +30,7 @@ from pod.modeling.model.llama import PodForCausalLM
 from pod.modeling.model.sharing import SharingPlan
 from pod.modeling.model.sinks import Sink
 from pod.plan.costs import MAX_COST, total_costs
-from pod.plan.divergence import measure_under
+from pod.plan.divergence import dense_states, measure_under
 from pod.plan.exploration import Exploration, at_granularity
 from pod.plan.measured_costs import MeasuredCosts, measure_mean, needle_prompts_of
 from pod.plan.needles import Prompt
@@ -144,6 +144,8 @@ class _Bench:
         texts, prompts: what is read.
         sinks: constants that join each planned layer's windows; None = windows have none.
         kv_order: see `improve`.
+        dense: final hidden states of the dense model, by the identity of a text or prompt; they are kept for
+            the next measurement.
     """
 
     def __init__(
@@ -157,6 +159,7 @@ class _Bench:
         sequences = exploration.read()
         self.texts = sequences[:MOST_TEXTS]
         self.prompts = needle_prompts_of(exploration, model.config, sequences)
+        self.dense: dict[int, Tensor] = {}
 
     @classmethod
     def of(
@@ -195,7 +198,10 @@ class _Bench:
         """The divergence of one text or prompt ``[1]``, with the slopes behind it where they are wanted."""
         is_prompt = isinstance(text, Prompt)
         input_ids, at = text if isinstance(text, Prompt) else (text, torch.arange(len(text)))
-        found, slopes = measure_under(self.model, input_ids, at, windows, self.sinks, with_slopes)
+        if id(text) not in self.dense:
+            self.dense[id(text)] = dense_states(self.model, input_ids, at)
+        dense = self.dense[id(text)]
+        found, slopes = measure_under(self.model, input_ids, at, windows, self.sinks, with_slopes, dense)
         if slopes is None:
             return torch.tensor([found], dtype=torch.float64)
         slopes = slopes.clamp(-MAX_COST, MAX_COST)

@@ -9,7 +9,7 @@ from plan_models import RECENT, SINKS, gradients_of_attention, make_model
 
 from pod.modeling.model.attend import Visibility
 from pod.plan import gradients
-from pod.plan.divergence import divergence, gradient_of_divergence
+from pod.plan.divergence import Divergence, dense_states
 from pod.plan.gradients import (
     Windows,
     drawn,
@@ -125,11 +125,12 @@ def test_the_dense_model_has_no_divergence_from_itself(input_ids):
     model = make_model(6, 2)
     stream = last_stream(model, input_ids)
     at = torch.tensor([3, 30])
-    assert gradient_of_divergence(model, stream, stream, at).abs().max() < 1e-15
-    moved = gradient_of_divergence(model, 1.1 * stream + 0.1, stream, at)
+    objective = Divergence(dense_states(model, input_ids[0], at), at)
+    assert objective(model, stream).abs().max() < 1e-15
+    assert objective.value == pytest.approx(0.0, abs=1e-15)
+    moved = objective(model, 1.1 * stream + 0.1)
     assert moved[0, at].abs().max() > 1e-5 and not moved[0, 4:30].any()
-    assert divergence(model, stream, stream, at) == pytest.approx(0.0, abs=1e-15)
-    assert divergence(model, 1.1 * stream + 0.1, stream, at) > 1e-5
+    assert objective.value > 1e-5
 
 
 @torch.no_grad()
@@ -138,11 +139,13 @@ def test_a_divergence_is_that_of_whole_distributions_a_few_at_a_time(input_ids, 
     dense = last_stream(model, input_ids)
     stream, at = 1.1 * dense + 0.1, torch.arange(3, 40)
     wanted, own = (model.lm_head(model.model.after_layers(x))[0, at].log_softmax(-1) for x in (dense, stream))
-    expected = torch.nn.functional.kl_div(own, wanted, reduction="batchmean", log_target=True)
-    whole = gradient_of_divergence(model, stream, dense, at)
+    expected = torch.nn.functional.kl_div(own, wanted, reduction="batchmean", log_target=True).item()
+    objective = Divergence(dense_states(model, input_ids[0], at), at)
+    whole = objective(model, stream)
+    assert objective.value == pytest.approx(expected, rel=1e-12)
     monkeypatch.setattr("pod.plan.divergence.LOGIT_BYTES", 4 * 61 * 5)
-    assert divergence(model, stream, dense, at) == pytest.approx(expected.item(), rel=1e-12)
-    torch.testing.assert_close(gradient_of_divergence(model, stream, dense, at), whole)
+    torch.testing.assert_close(objective(model, stream), whole)
+    assert objective.value == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize("held", [True, False])
