@@ -33,7 +33,7 @@ from pod.eval.tasks import passkey
 from pod.files import atomic_write_text, write_json
 from pod.measure.machine import environment
 from pod.modeling.retrieval_heads import RetrievalHeads
-from pod.plan.choose import choose
+from pod.plan.choose import choose, improved
 from pod.plan.exploration import Exploration
 from pod.plan.measured_costs import COSTS_NAME, HEADS_NAME, MeasuredCosts
 from pod.recipe import load_recipe
@@ -44,7 +44,8 @@ SEQUENCES, LAST = 24, 8  # of so many sequences of text, the last ones are judge
 LENGTH = 1024
 RULER = ("niah_single_2", "niah_multikey_1", "vt")
 LEADS = (45, 30, 22)
-WEIGHTS = {"nats": 0.5, "nats, text alone": 0.0}
+ROUNDS = {"costs": 0, "costs and a round": 1}
+"""How often windows are measured again under the plan, by what chooses."""
 
 
 @dataclass(frozen=True)
@@ -70,16 +71,17 @@ def plans(own: Exploration, folder: Path) -> dict[str, pod.SharingPlan]:
     found = {}
     for leads in LEADS:
         found[f"RazorAttention, {leads}"] = heads.plan(leads / 90)
-        for name, weight in WEIGHTS.items():
+        for name, rounds in ROUNDS.items():
             explore = replace(
                 own.explore,
                 roles=["window"],
                 align_heads=False,
                 budget_length=0,
                 target_saving=1 - leads / 90 - 1e-6,
-                retrieval_weight=weight,
+                rounds=rounds,
             )
-            found[f"{name}, {leads}"] = choose(costs, explore, own.windows).plan
+            choice = choose(costs, explore, own.windows)
+            found[f"{name}, {leads}"] = improved(replace(own, explore=explore), costs, choice).plan
     for name, plan in found.items():
         assert name.endswith(f", {plan.num_leads}"), f"{name} has {plan.num_leads} leads"
     return found

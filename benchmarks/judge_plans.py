@@ -31,6 +31,7 @@ from pod.measure.machine import environment
 from pod.modeling.model.rows import GroupedCache
 from pod.models import resolve_model
 from pod.tokenizer import pad_id
+from pod.training.checkpoint.run_identity import plan_sha256
 
 GROWING = {"snapkv", "pyramidkv"}
 """Methods that keep every decoded token: their prompt gets so many slots less."""
@@ -219,6 +220,7 @@ class Bench:
                 "bits": plan.bits,
                 "asymptotic_saving": plan.asymptotic_saving,
                 "cost": plan.provenance.get("cost"),
+                "sha256": plan_sha256(plan),
             }
         return {
             "name": row.name,

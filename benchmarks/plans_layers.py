@@ -29,7 +29,9 @@ from judge_plans import Bench, Row, Sizes, kept_at, measure_missing, read_kept, 
 
 from pod.files import read_json, write_json
 from pod.measure.machine import environment
+from pod.modeling.model.sharing import SharingPlan
 from pod.recipe import load_recipe
+from pod.training.checkpoint.run_identity import plan_sha256
 
 ROOT = Path(__file__).parents[1]
 WORK = ROOT / "runs" / "plans_layers"
@@ -194,11 +196,18 @@ def export(model: str) -> None:
 
 
 def restore(model: str) -> None:
-    """Write the rows of the committed JSON as files of this run, so that they are not measured again."""
+    """Write the rows of the committed JSON as files of this run, so that they are not measured again.
+
+    Rows of plans that were made anew are left out.
+    """
     if not RESULT.is_file():
         return
+    plans = {row.name: plans_of(model) / row.plan for row in rows(model) if row.plan is not None}
     for found in read_json(RESULT)["models"].get(model, []):
-        file = kept_at(WORK / model / "rows", found["name"])
+        file, plan = kept_at(WORK / model / "rows", found["name"]), plans.get(found["name"])
+        measured = (found["plan"] or {}).get("sha256")  # rows of old runs have none
+        if plan is not None and measured not in (None, plan_sha256(SharingPlan.load(plan))):
+            continue
         if not file.is_file():
             file.parent.mkdir(parents=True, exist_ok=True)
             write_json(file, found)

@@ -40,7 +40,8 @@ from pod.recipe import load_recipe
 
 ROOT = Path(__file__).parents[1]
 KEPT, RESULTS = ROOT / "runs" / "plans_smollm2" / "rows", Path(__file__).parent / "results"
-PLANS, NARROW = (ROOT / "runs" / "plans_smollm2" / name for name in ("plan", "narrow/plan"))
+PLANS = ROOT / "runs" / "plans_smollm2" / "plan"
+NARROW_SETTINGS = ["output_dir=runs/plans_smollm2/narrow", "model.num_recent_tokens=112"]
 ADAPTED = ROOT / "runs" / "adaptation_smollm2"
 SIZES = Sizes()
 LENGTH = SIZES.length
@@ -64,20 +65,24 @@ Narrow ones have windows of 128 tokens; those of windows alone say which heads r
 """
 
 
-def make_plans() -> None:
-    """Every kind at every saving, from the costs that explore measured."""
-    from pod.plan.choose import choose
+def make_plans(only: tuple[str, ...]) -> None:
+    """Every kind at every saving, or those whose names begin so, from the costs that explore measured."""
+    from pod.plan.choose import choose, improved
+    from pod.plan.exploration import Exploration
     from pod.plan.measured_costs import COSTS_NAME, MeasuredCosts
 
-    recipe = load_recipe(ROOT / "configs" / "plans_smollm2.yaml")
-    measured = {folder: MeasuredCosts.load(folder / COSTS_NAME) for folder in (PLANS, NARROW)}
     for kind, (changes, savings) in KINDS.items():
-        costs = measured[NARROW if kind == "narrow" else PLANS]
-        windows = {name: costs.provenance[name] for name in ("num_sink_tokens", "num_recent_tokens")}
+        settings = NARROW_SETTINGS if kind == "narrow" else []
+        own = Exploration.of(load_recipe(ROOT / "configs" / "plans_smollm2.yaml", settings))
         for saving in savings:
-            explore = replace(recipe.explore, budget_length=LENGTH, target_saving=saving, **changes)
-            plan = choose(costs, explore, windows).plan
-            plan.save(PLANS / f"{kind}_{saving:.0%}.json".replace("%", ""))
+            name = f"{kind}_{saving:.0%}".replace("%", "")
+            if only and not name.startswith(only):
+                continue
+            explore = replace(own.explore, budget_length=LENGTH, target_saving=saving, **changes)
+            costs = MeasuredCosts.load(own.folder / COSTS_NAME)
+            choice = choose(costs, explore, own.windows)
+            plan = improved(replace(own, explore=explore), costs, choice).plan
+            plan.save(PLANS / f"{name}.json")
             packed = 0 if plan.bits is None else plan.bits.count(4)
             print(
                 f"{kind} {saving:.0%}: {plan.num_leads} lead, {plan.num_followers} follow, "
@@ -218,12 +223,12 @@ if __name__ == "__main__":
     parser.add_argument("--assemble", action="store_true", help="write the tables of what is measured")
     parser.add_argument("--plans", action="store_true", help="make the plans")
     arguments = parser.parse_args()
+    names = tuple(name for name in arguments.only.split(",") if name)
     if arguments.plans:
-        make_plans()
+        make_plans(names)
     elif arguments.assemble:
         assemble()
     else:
         first, parts = arguments.part.split("/")
-        names = tuple(name for name in arguments.only.split(",") if name)
         wanted = [row for row in rows() if not names or row.name.startswith(names)]
         measure_missing(make_bench, wanted, KEPT, int(first), int(parts))

@@ -131,7 +131,7 @@ def summary(plan: SharingPlan, explore: ExploreArgs, windows: dict[str, int]) ->
                 costs.append(f"{'not reachable' if cost is None else f'{cost:.4g}'} {what}")
         lines.append("; ".join(costs))
     if found.get("rounds"):
-        lines.append(_rounds(found["rounds"], found["retrieval_weight"]))
+        lines.append(_rounds(found["rounds"]))
     losses = found.get("losses", {})
     for kind, dense in losses.get("dense", {}).items():
         own = losses["plan"][kind]
@@ -143,18 +143,14 @@ def summary(plan: SharingPlan, explore: ExploreArgs, windows: dict[str, int]) ->
     return "\n".join(lines)
 
 
-def _rounds(rounds: Sequence[dict[str, float]], weight: float) -> str:
+def _rounds(rounds: Sequence[dict[str, float]]) -> str:
     """What was measured of the windows of the plan, and of the first plan, in one line."""
-
-    def cost(one: dict[str, float]) -> float:
-        return one["text"] + weight * one["retrieval"]
-
-    first, best = rounds[0], min(rounds, key=cost)
+    first, last = rounds[0], rounds[-1]
     line = (
-        f"measured under the plan: windows change the predictions by {best['text']:.4g} nats per token of "
-        f"text, {best['retrieval']:.4g} of answers"
+        f"measured under the plan: windows change the predictions by {last['text']:.4g} nats per token of "
+        f"text, {last['retrieval']:.4g} of answers"
     )
-    if best is first:
+    if len(rounds) == 1:
         return f"{line}; no exchange of windows lowered this"
     return f"{line} ({first['text']:.4g}, {first['retrieval']:.4g} before windows were exchanged for leads)"
 

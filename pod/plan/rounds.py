@@ -8,8 +8,8 @@ a number far back (``needles.py``).
 
 The cost ``a' M a + c' a`` of windows a (1 = window) keeps the pairs ``M`` of the costs, and gets the ``c``
 with which its slopes at the plan are the measured ones (`corrected`). One round exchanges windows for leads
-by this cost, at most a third of them, since ``M`` fits near the plan only. The new plan is measured in its
-turn, and taken if it diverges less.
+by this cost, at most a third of them, since it fits near the plan only. The new plan is measured in its turn,
+and taken if it diverges less. If not, half as many exchanges are tried, and so on.
 
 Example: SmolLM2-135M, windows of 16 + 240 in 68 of 90 heads. The first plan has 0.0274 nats per token on text
 and 0.043 per token of answers. After one round of seven exchanges it has 0.0193 and 0.016. On other texts
@@ -60,13 +60,17 @@ class Measured(NamedTuple):
     cost: float
     slopes: Floats | None
 
+    def as_json(self, exchanged: int) -> dict[str, float]:
+        """The divergences, with the number of windows that were exchanged before, for a plan's provenance."""
+        return {"text": self.text, "retrieval": self.retrieval, "exchanged": exchanged}
+
 
 class Improved(NamedTuple):
     """A plan after some rounds.
 
     Attributes:
         plan: with as many windows as before, in other heads.
-        rounds: for JSON: what was measured under the first plan, and under that of each round.
+        rounds: for JSON: what was measured under the first plan, and after each round that lowered it.
     """
 
     plan: SharingPlan
@@ -98,25 +102,51 @@ def improve(
     windows = in_order(at_granularity(explore, pairs)["windows"], kv_order)
     bench = _Bench.of(exploration, costs, kv_order)
     best, found = plan, bench.measure(plan, with_slopes=True)
-    rounds = [{"text": found.text, "retrieval": found.retrieval, "exchanged": 0}]
-    known = {plan.lead}
+    rounds = [found.as_json(exchanged=0)]
     for number in range(explore.rounds):
+        if number:
+            found = bench.measure(best, with_slopes=True)
         assert found.slopes is not None, "slopes of the best plan so far"
         cost = corrected(windows, has_windows(best), found.slopes)
-        tried = exchanged(best, cost, most, lead4)
-        if tried.lead in known:
+        after = _best_step(bench, best, found, partial(exchanged, best, cost, lead4=lead4), most)
+        if after is None:
             break
-        known.add(tried.lead)
-        last = number == explore.rounds - 1
-        measured = bench.measure(tried, with_slopes=not last)
-        count = int((has_windows(tried) & ~has_windows(best)).sum())
-        rounds.append({"text": measured.text, "retrieval": measured.retrieval, "exchanged": count})
-        if measured.cost < found.cost:
-            best, found = tried, measured
-        else:
-            most = max(1, most // 2)
+        rounds.append(after.found.as_json(exchanges(best, after.plan)))
+        best = after.plan
     bench.forget()
     return Improved(best, rounds)
+
+
+class _Step(NamedTuple):
+    """A plan that was measured."""
+
+    plan: SharingPlan
+    found: Measured
+
+
+def _best_step(bench: "_Bench", start: SharingPlan, found: Measured, step: Any, most: int) -> _Step | None:
+    """The first plan that diverges less: after the most exchanges, or half as many, and so on. None = none.
+
+    Args:
+        start: a plan, whose measurement is ``found``.
+        step: a function of the most exchanges → the plan after them.
+    """
+    known = {start.lead}
+    while most:
+        plan = step(most=most)
+        if plan.lead not in known:
+            known.add(plan.lead)
+            measured = bench.measure(plan, with_slopes=False)
+            if measured.cost < found.cost:
+                return _Step(plan, measured)
+            most = exchanges(start, plan)  # it may be fewer
+        most //= 2
+    return None
+
+
+def exchanges(before: SharingPlan, after: SharingPlan) -> int:
+    """How many windows of a plan are leads in the other."""
+    return int((has_windows(before) & ~has_windows(after)).sum())
 
 
 def corrected(windows: Floats, chosen: Bools, slopes: Floats) -> Floats:
