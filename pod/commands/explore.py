@@ -4,8 +4,9 @@ A KV head can reuse the attention of a lower layer (it follows) or keep only rec
 command measures on long held-out text how much each choice changes the output of the head's layer. The plan
 saves explore.target_saving of the bytes at the lowest total cost. The results are in <output_dir>/plan:
 plan.json, summary.txt, the measured costs (plan_costs.safetensors), the lowest cost of every saving
-(pareto.json) and pictures. Costs are measured once: the command with another --target-saving or --roles takes
-seconds. An interrupted run continues. Several processes (torchrun or deepspeed) share the work.
+(pareto.json) and pictures. Costs are measured once. With another --target-saving or --roles, the command only
+measures the windows of the new plan (explore.rounds). An interrupted run continues. Several processes
+(torchrun or deepspeed) share the work.
 
   pod explore --config demo --target-saving 0.5
 

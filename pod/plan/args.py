@@ -70,9 +70,9 @@ class ExploreArgs:
     token had to be retrieved."""
 
     rounds: NonNegativeInt = 1
-    """With nats and windows: how often what windows do is measured again, under the plan itself, and windows
-    are exchanged for leads where that costs less. A round takes about as long as measuring the costs of
-    windows, for every target_saving anew. 0 = take the plan of the costs."""
+    """With nats and windows: how often windows are measured again where the plan has them, and exchanged for
+    leads if that lowers what is measured. A round reads up to 8 of the texts, and all prompts, for every
+    target_saving anew. 0 = take the plan of the costs."""
 
     loss_sequences: NonNegativeInt = 4
     """With nats: number of sequences on which the loss of the model is measured, with and without the

@@ -22,7 +22,7 @@ they would count these twice. So calibration then searches for the constants of 
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -337,6 +337,13 @@ def with_constants(plan: SharingPlan, sinks: Sequence[Sink | None]) -> SharingPl
         values.append(sink.values[[head // groups for head in order[::groups]]].tolist())
     constants = SinkConstants(tuple(logits), tuple(values))
     return replace(plan, sinks="constant", num_sink_tokens=0, sink_constants=constants)
+
+
+def measured_sinks(tensors: Mapping[str, Tensor]) -> list[Sink] | None:
+    """The constants of each layer among measured tensors (see `MeasuredCosts`); None = there are none."""
+    if "sink_logits" not in tensors:
+        return None
+    return [Sink(*pair) for pair in zip(tensors["sink_logits"], tensors["sink_values"], strict=True)]
 
 
 def calibrate_sinks(

@@ -21,11 +21,10 @@ from pod.modeling.methods import make_cache
 from pod.modeling.model.llama import PodForCausalLM
 from pod.modeling.model.sharing import GROUP_SIZE, SharingPlan
 from pod.modeling.model.sink_constants import SinkConstants
-from pod.modeling.model.sinks import Sink
 from pod.modeling.token_scores import rows_in, token_scores, wide_logits
 from pod.plan.align_heads import align
 from pod.plan.args import ExploreArgs
-from pod.plan.calibration import with_constants
+from pod.plan.calibration import measured_sinks, with_constants
 from pod.plan.costs import total_costs
 from pod.plan.exploration import (
     Exploration,
@@ -188,10 +187,8 @@ def _finished(
     plan = _made_for(of_all_heads(plan, costs.tensors["lead4"].shape[-1]), windows)
     if kv_order is not None:
         plan = replace(plan, head_order=head_order(plan, kv_order, costs.tensors["order"]))
-    if "sink_logits" in costs.tensors:
-        pairs = zip(costs.tensors["sink_logits"], costs.tensors["sink_values"], strict=True)
-        plan = with_constants(plan, [Sink(logits, values) for logits, values in pairs])
-    return plan
+    sinks = measured_sinks(costs.tensors)
+    return plan if sinks is None else with_constants(plan, sinks)
 
 
 def _forbidding(explore: ExploreArgs) -> dict[str, ExploreArgs]:
@@ -335,7 +332,8 @@ def _losses(exploration: Exploration, plan: SharingPlan) -> dict[str, Any]:
     model = exploration.load_model(dense)
     plan = in_all_layers(plan)
     sequences = exploration.read()
-    text = sequences[: exploration.explore.loss_sequences]
+    count = exploration.explore.loss_sequences
+    text = sequences[-count:]  # rounds measure the first ones
     prompts = needle_prompts_of(exploration, model.config, sequences, held_out=True)
     texts: dict[str, Sequence[Tensor | Prompt]] = {"text": text, "retrieval": prompts}
     losses: dict[str, Any] = {"dense": {}, "plan": {}}

@@ -69,7 +69,8 @@ def measure_under(
 def dense_states(model: PodForCausalLM, input_ids: Tensor, at: Tensor) -> Tensor:
     """The final hidden states of the dense model ``[a, hidden]`` at positions ``[a]`` of tokens ``[n]``."""
     stream = last_stream(model, input_ids[None].to(model.device))
-    return model.model.after_layers(stream)[0, at.to(stream.device)]
+    hidden = model.model.after_layers(stream)[0]
+    return hidden[at.to(hidden.device)]
 
 
 class Divergence:
@@ -108,13 +109,13 @@ class Divergence:
         """
         weight = model.lm_head.weight
         total = 0.0
-        size = rows_in(LOGIT_BYTES, len(weight))
+        size = rows_in(LOGIT_BYTES // 4, len(weight))  # four numbers per logit are held at a time
         at = self.at.to(hidden.device)
         for places, states in zip(at.split(size), self.dense.split(size), strict=True):
             wanted, own = (
                 wide_logits(one.to(weight.device), weight).log_softmax(-1)
                 for one in (states, hidden[0, places])
             )
-            total += (wanted.exp() * (wanted - own)).double().sum().item()
+            total += (wanted.exp() * (wanted - own)).sum(-1).double().sum().item()
             yield places, wanted, own
         self.value = total / len(self.at)

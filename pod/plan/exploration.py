@@ -1,5 +1,6 @@
 """From a recipe's settings to what is measured: on which text, with which model, for which saving."""
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -31,6 +32,7 @@ from pod.training.run.mesh import planned_world_size
 
 REPEATED_SEQUENCES = 2  # most sequences of repeated tokens
 CALIBRATION_SEQUENCES = 8  # most sequences of text on which constant sinks are calibrated
+ROUND_SEQUENCES = 8  # most sequences of text on which windows are measured under the plan
 LOSS_PROMPTS = 4  # prompts on which the loss of a plan is measured
 MATCHING_SEQUENCES = 1  # of text, and as many repeated ones, on which query heads are matched
 C = TypeVar("C", bound=Curve)
@@ -135,6 +137,9 @@ class Exploration:
         Args:
             changes: arguments of `load_model`; without any, the model is loaded as it is.
         """
+        if torch.cuda.is_available():  # an earlier model's memory counts as taken until it is given back
+            gc.collect()
+            torch.cuda.empty_cache()
         dtype = getattr(torch, self.settings["dtype"])
         gguf_file = self.settings["gguf_file"]
         return load_model(
@@ -329,7 +334,8 @@ def describe_cost(config: Any, explore: ExploreArgs, sinks: str = "tokens", item
     what = f"{explore.cost}: {passes} over {count} x {n} = {count * n} tokens"
     if explore.cost == "nats":
         losses = min(count, explore.loss_sequences)
-        if explore.retrieval_sequences and "window" in (explore.roles or []):
+        has_windows = "window" in (explore.roles or [])
+        if explore.retrieval_sequences and has_windows:
             what += f" and {explore.retrieval_sequences} prompts (which are read once more)"
         repeated = min(REPEATED_SEQUENCES, explore.retrieval_sequences)
         if "follow" in (explore.roles or []) or 4 in explore.bits:
@@ -337,6 +343,10 @@ def describe_cost(config: Any, explore: ExploreArgs, sinks: str = "tokens", item
         if "follow" in (explore.roles or []):
             matching = min(repeated, MATCHING_SEQUENCES) + min(count, MATCHING_SEQUENCES)
             what += f", the same over {matching} sequences to match heads"
+        if explore.rounds and has_windows:
+            read = f"{min(count, ROUND_SEQUENCES)} sequences and {explore.retrieval_sequences} prompts"
+            rounds = "a round" if explore.rounds == 1 else f"{explore.rounds} rounds"
+            what += f", {rounds} of one backward and two or more forward passes over {read}"
         answers = f" and {LOSS_PROMPTS} prompts" if explore.retrieval_sequences else ""
         what += f", one forward pass over {losses} sequences{answers} with and without the plan for the loss"
         if sinks == "constant":

@@ -147,9 +147,10 @@ class _Reader(NamedTuple):
         def watch(_: Any, given: tuple[Tensor, ...]) -> tuple[Tensor]:
             out = given[0]
             before, dense = stream.detach(), out.detach()  # a hook that held the graph would never be freed
-            share = self._share(place, out)
+            share = self._share(place, out.shape[-1])
             if bool(share.any()):
-                out = out + (share * self._change(layer, place, stream, out)).to(out.dtype)
+                change = self._change(layer, place, stream, out)
+                out = (out.to(change.dtype) + share.to(change) * change).to(out.dtype)
             if receive is None:
                 return (out,)
 
@@ -168,12 +169,12 @@ class _Reader(NamedTuple):
         finally:
             hook.remove()
 
-    def _share(self, place: int, out: Tensor) -> Tensor:
-        """How far a layer has gone to its windows: one number, or one for each output ``[Hq · d]``."""
+    def _share(self, place: int, size: int) -> Tensor:
+        """How far a layer has gone to its windows: one number, or one per output ``[size]``; on the CPU."""
         share = torch.as_tensor(self.windows.share)
-        if share.dim():
-            share = share[place].repeat_interleave(out.shape[-1] // share.shape[1])
-        return share.to(out.device, torch.promote_types(out.dtype, torch.float32))
+        if not share.dim():
+            return share
+        return share[place].repeat_interleave(size // share.shape[1])
 
     def _change(self, layer: Any, place: int, stream: Tensor, dense: Tensor) -> Tensor:
         """``o' - o`` of all heads side by side, ``[1, n, Hq · d]``, at least fp32, where ``dense`` is."""

@@ -124,7 +124,8 @@ def summary(plan: SharingPlan, explore: ExploreArgs, windows: dict[str, int]) ->
         lines.append(f"heads change their order in {layers}; the output of the model stays the same")
     if "plan_cost" in found:
         unit = " nats per token" if found.get("cost") == "nats" else ""
-        costs = [f"cost of the plan: {found['plan_cost']:.4g}{unit}"]
+        when = " before windows were exchanged" if len(found.get("rounds", ())) > 1 else ""
+        costs = [f"cost of the plan{when}: {found['plan_cost']:.4g}{unit}"]
         for name, what in FORBIDDEN.items():
             cost = found.get(f"plan_cost_without_{name}", math.nan)
             if cost is None or not math.isnan(cost):
@@ -143,16 +144,18 @@ def summary(plan: SharingPlan, explore: ExploreArgs, windows: dict[str, int]) ->
     return "\n".join(lines)
 
 
-def _rounds(rounds: Sequence[dict[str, float]]) -> str:
+def _rounds(rounds: Sequence[dict[str, float | None]]) -> str:
     """What was measured of the windows of the plan, and of the first plan, in one line."""
-    first, last = rounds[0], rounds[-1]
-    line = (
-        f"measured under the plan: windows change the predictions by {last['text']:.4g} nats per token of "
-        f"text, {last['retrieval']:.4g} of answers"
-    )
+
+    def figures(one: dict[str, float | None], of_text: str = "", of_answers: str = "") -> str:
+        told = [(one["text"], of_text), (one["retrieval"], of_answers)]
+        return ", ".join(f"{value:.4g}{what}" for value, what in told if value is not None)
+
+    moved = figures(rounds[-1], " nats per token of text", " of answers")
+    line = f"measured with the windows of the plan: predictions change by {moved}"
     if len(rounds) == 1:
-        return f"{line}; no exchange of windows lowered this"
-    return f"{line} ({first['text']:.4g}, {first['retrieval']:.4g} before windows were exchanged for leads)"
+        return f"{line}; no exchange of windows for leads lowered this"
+    return f"{line} ({figures(rounds[0])} before windows were exchanged for leads)"
 
 
 def _windows(plan: SharingPlan, num_sink_tokens: int, num_recent_tokens: int) -> str:

@@ -1,15 +1,20 @@
-"""Measure the windows of a plan under the plan itself, and exchange those that others beat there.
+"""Measure the windows of a plan where the plan has them, and exchange those that others beat there.
 
 The costs of `costs.py` are measured near the dense model. A plan with windows in most heads is far from it:
 what a head is for then depends on the heads that are left. So the divergence from the dense model is measured
-again, where the heads of the plan have their windows. Its derivative for one head's step from lead to window
-is the *slope* of that head. It has the same two parts as the costs: text, and answers of prompts that ask for
-a number far back (``needles.py``).
+again, in a model in which the heads of the plan have their windows. Its derivative for one head's step from
+lead to window is the *slope* of that head. It has the same two parts as the costs: text, and answers of
+prompts that ask for a number far back (``needles.py``). A head that leads gets no credit for a prompt on
+which a window would help: there its slope is cut at 0.
 
-The cost ``a' M a + c' a`` of windows a (1 = window) keeps the pairs ``M`` of the costs, and gets the ``c``
-with which its slopes at the plan are the measured ones (`corrected`). One round exchanges windows for leads
-by this cost, at most a third of them, since it fits near the plan only. The new plan is measured in its turn,
-and taken if it diverges less. If not, half as many exchanges are tried, and so on.
+Windows ``a`` (1 = window) cost ``a' M a + c' a``. ``M`` are the pairs of the costs on text. ``c`` is such
+that the slopes at the plan are the measured ones (`corrected`). One round exchanges windows for leads by this
+cost, at most a third of the windows, or of the leads where there are fewer, since the cost fits near the plan
+only. The new plan is measured in its turn, and taken if it diverges less. If not, half as many exchanges are
+tried, and so on.
+
+Only windows are measured. Heads that follow are read as dense ones, and no layer is packed. Where layers may
+be packed, the costs of their leads count beside what is measured.
 
 Example: SmolLM2-135M, windows of 16 + 240 in 68 of 90 heads. The first plan has 0.0274 nats per token on text
 and 0.043 per token of answers. After one round of seven exchanges it has 0.0193 and 0.016. On other texts
@@ -17,9 +22,10 @@ and 0.043 per token of answers. After one round of seven exchanges it has 0.0193
 """
 
 import shutil
-from collections.abc import Sequence
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -28,20 +34,21 @@ from torch import Tensor
 
 from pod.modeling.model.llama import PodForCausalLM
 from pod.modeling.model.sharing import SharingPlan
-from pod.modeling.model.sinks import Sink
+from pod.plan.calibration import measured_sinks
 from pod.plan.costs import MAX_COST, total_costs
 from pod.plan.divergence import dense_states, measure_under
-from pod.plan.exploration import Exploration, at_granularity
+from pod.plan.exploration import ROUND_SEQUENCES, Exploration, at_granularity
 from pod.plan.measured_costs import MeasuredCosts, measure_mean, needle_prompts_of
 from pod.plan.needles import Prompt
 from pod.plan.solve import Floats
-from pod.plan.together import Bools, exchanged, has_windows, in_order
+from pod.plan.together import Bools, changeable, cost_of_leads, exchanged, has_windows, in_order
 from pod.training.checkpoint.run_identity import sha256_of
+from pod.training.run.mesh import from_rank_0
 
-MOST_TEXTS = 8
-"""Most texts of a round. The divergence is a sum over whole distributions, so few texts are enough."""
 EXCHANGED = 3
 """A round exchanges at most one of so many windows, or leads where there are fewer."""
+LEAST_GAIN = 1e-3
+"""A plan is taken if it costs less by this share: more than what rounding on another machine changes."""
 
 
 class Measured(NamedTuple):
@@ -49,18 +56,18 @@ class Measured(NamedTuple):
 
     Attributes:
         text: divergence from the dense model, in nats per token.
-        retrieval: the same per token of the answers of prompts.
+        retrieval: the same per token of the answers of prompts; None = there are no prompts.
         cost: text + explore.retrieval_weight x retrieval.
-        slopes: ``[L, H]``, the derivative of ``cost`` for each head's step to its window; None = not
-            measured.
+        slopes: ``[L, H]``, the derivative of ``cost`` for each head's step to its window. On a prompt, that
+            of a head that leads is cut at 0. None = not measured.
     """
 
     text: float
-    retrieval: float
+    retrieval: float | None
     cost: float
     slopes: Floats | None
 
-    def as_json(self, exchanged: int) -> dict[str, float]:
+    def as_json(self, exchanged: int) -> dict[str, float | None]:
         """The divergences, with the number of windows that were exchanged before, for a plan's provenance."""
         return {"text": self.text, "retrieval": self.retrieval, "exchanged": exchanged}
 
@@ -74,7 +81,7 @@ class Improved(NamedTuple):
     """
 
     plan: SharingPlan
-    rounds: list[dict[str, float]]
+    rounds: list[dict[str, float | None]]
 
 
 def improve(
@@ -95,25 +102,34 @@ def improve(
         ValueError: the texts do not fit, or the model gives NaN or infinite values.
     """
     explore = exploration.explore
-    most = max(1, min(plan.num_windows, plan.num_leads) // EXCHANGED)
-    if not explore.rounds or not plan.num_windows or not plan.num_leads:
+    most = min(changeable(plan))
+    if not explore.rounds or not most:
         return Improved(plan, [])
     pairs = total_costs(costs.tensors, retrieval_weight=0.0)
     windows = in_order(at_granularity(explore, pairs)["windows"], kv_order)
-    bench = _Bench.of(exploration, costs, kv_order)
-    best, found = plan, bench.measure(plan, with_slopes=True)
-    rounds = [found.as_json(exchanged=0)]
-    for number in range(explore.rounds):
-        if number:
-            found = bench.measure(best, with_slopes=True)
-        assert found.slopes is not None, "slopes of the best plan so far"
+    bench = _Bench(exploration, costs, kv_order)
+    best, rounds = plan, []
+    for _ in range(explore.rounds):
+        found = bench.measure(best, with_slopes=True)
+        rounds = rounds or [found.as_json(exchanged=0)]
+        assert found.slopes is not None, "they are wanted"
         cost = corrected(windows, has_windows(best), found.slopes)
-        after = _best_step(bench, best, found, partial(exchanged, best, cost, lead4=lead4), most)
+
+        def cost_of(one: SharingPlan, measured: Measured) -> float:
+            return measured.cost + cost_of_leads(one, lead4)
+
+        after = _first_better(
+            best,
+            cost_of(best, found) * (1 - LEAST_GAIN),
+            partial(exchanged, best, cost, lead4=lead4),
+            partial(bench.measure, with_slopes=False),
+            cost_of,
+            max(1, most // EXCHANGED),
+        )
         if after is None:
             break
         rounds.append(after.found.as_json(exchanges(best, after.plan)))
         best = after.plan
-    bench.forget()
     return Improved(best, rounds)
 
 
@@ -124,21 +140,30 @@ class _Step(NamedTuple):
     found: Measured
 
 
-def _best_step(bench: "_Bench", start: SharingPlan, found: Measured, step: Any, most: int) -> _Step | None:
-    """The first plan that diverges less: after the most exchanges, or half as many, and so on. None = none.
+def _first_better(
+    start: SharingPlan,
+    limit: float,
+    step: Callable[..., SharingPlan],
+    measure: Callable[[SharingPlan], Measured],
+    cost_of: Callable[[SharingPlan, Measured], float],
+    most: int,
+) -> _Step | None:
+    """The first plan that costs less: after the most exchanges, or half as many, and so on. None = none.
 
     Args:
-        start: a plan, whose measurement is ``found``.
+        limit: what it must cost less than.
         step: a function of the most exchanges → the plan after them.
     """
     known = {start.lead}
     while most:
-        plan = step(most=most)
+        plan = from_rank_0(
+            partial(step, most=most)
+        )  # ranks that compute otherwise would measure another plan
         if plan.lead not in known:
             known.add(plan.lead)
-            measured = bench.measure(plan, with_slopes=False)
-            if measured.cost < found.cost:
-                return _Step(plan, measured)
+            found = measure(plan)
+            if cost_of(plan, found) < limit:
+                return _Step(plan, found)
             most = exchanges(start, plan)  # it may be fewer
         most //= 2
     return None
@@ -151,6 +176,8 @@ def exchanges(before: SharingPlan, after: SharingPlan) -> int:
 
 def corrected(windows: Floats, chosen: Bools, slopes: Floats) -> Floats:
     """The cost of windows ``[L, H, L, H]`` whose derivative at the chosen windows is ``slopes``.
+
+    A window is 1 and a lead 0, so an entry ``[a, a]`` may hold what is quadratic and what is linear.
 
     Only the entries of single heads change. Example: one head, whose window costs 0.2. The cost is
     ``0.2 a²``, with the slope 0.4 at a = 1. If 0.5 is measured, the new entry is 0.2 + 0.1.
@@ -166,89 +193,108 @@ def corrected(windows: Floats, chosen: Bools, slopes: Floats) -> Floats:
 
 
 class _Bench:
-    """What windows are measured on, and in which order of heads.
+    """What windows are measured on, and in which order of heads. The model is loaded when it is needed.
 
     Attributes:
         exploration: what is explored.
-        model: dense, in its own order of heads.
-        texts, prompts: what is read.
-        sinks: constants that join each planned layer's windows; None = windows have none.
+        costs: of the roles, which also have the constant sinks.
         kv_order: see `improve`.
-        dense: final hidden states of the dense model, by the identity of a text or prompt; they are kept for
-            the next measurement.
+        dense: final hidden states of the dense model on the CPU, by the identity of a text or prompt.
     """
 
     def __init__(
-        self,
-        exploration: Exploration,
-        model: PodForCausalLM,
-        sinks: Sequence[Sink] | None,
-        kv_order: Sequence[Sequence[int]] | None,
+        self, exploration: Exploration, costs: MeasuredCosts, kv_order: Sequence[Sequence[int]] | None
     ):
-        self.exploration, self.model, self.sinks, self.kv_order = exploration, model, sinks, kv_order
-        sequences = exploration.read()
-        self.texts = sequences[:MOST_TEXTS]
-        self.prompts = needle_prompts_of(exploration, model.config, sequences)
+        self.exploration, self.costs, self.kv_order = exploration, costs, kv_order
+        self.sinks = measured_sinks(costs.tensors)
         self.dense: dict[int, Tensor] = {}
 
-    @classmethod
-    def of(
-        cls, exploration: Exploration, costs: MeasuredCosts, kv_order: Sequence[Sequence[int]] | None
-    ) -> "_Bench":
-        """The bench of an exploration with these costs."""
-        sinks = None
-        if "sink_logits" in costs.tensors:
-            pairs = zip(costs.tensors["sink_logits"], costs.tensors["sink_values"], strict=True)
-            sinks = [Sink(*pair) for pair in pairs]
-        return cls(exploration, exploration.load_model(), sinks, kv_order)
+    @cached_property
+    def model(self) -> PodForCausalLM:
+        """Dense, in its own order of heads."""
+        return self.exploration.load_model()
+
+    @cached_property
+    def texts(self) -> dict[str, Sequence[Tensor | Prompt]]:
+        """Texts and prompts, by what they measure."""
+        sequences = self.exploration.read()
+        prompts = needle_prompts_of(self.exploration, self.model.config, sequences)
+        if not self.exploration.explore.retrieval_weight:
+            prompts = []
+        return {"text": sequences[:ROUND_SEQUENCES], "retrieval": prompts}
 
     def measure(self, plan: SharingPlan, with_slopes: bool) -> Measured:
-        """Measure the windows of a plan; heads that follow are read as dense ones."""
+        """Measure the windows of a plan, or read what was measured of them before.
+
+        What is found is kept in a file of its own, so the same command gives the same plan again.
+        """
         windows = self._of_model(has_windows(plan))
+        path = self._path(windows, with_slopes)
+        found = from_rank_0(lambda: MeasuredCosts.load(path) if path.exists() else None)
+        if found is None:
+            found = self._measured(windows, with_slopes, path.with_suffix(".partial"))
+            if not dist.is_initialized() or dist.get_rank() == 0:
+                found.save(path)
+                shutil.rmtree(path.with_suffix(".partial"), ignore_errors=True)
+        text, retrieval = found.tensors["text"], found.tensors.get("retrieval")
+        cost = text.clone()
+        if retrieval is not None:
+            cost += self.exploration.explore.retrieval_weight * retrieval
+        slopes = None
+        if with_slopes:
+            slopes = self._of_plan(cost[1:].view(*windows.shape).numpy(), plan)
+        return Measured(
+            text[0].item(), None if retrieval is None else retrieval[0].item(), cost[0].item(), slopes
+        )
+
+    def _path(self, windows: Bools, with_slopes: bool) -> Path:
+        """The file of what is measured of these windows: another one for another model, text or sinks."""
+        explore = self.exploration.explore
+        names = [name for name in ("sink_logits", "sink_values") if name in self.costs.tensors]
+        made = sha256_of(
+            [
+                self.costs.provenance,
+                [self.costs.tensors[name].tolist() for name in names],
+                [explore.retrieval_sequences, bool(explore.retrieval_weight), ROUND_SEQUENCES],
+                [windows.tolist(), with_slopes],
+            ]
+        )
+        return self.exploration.folder / "rounds" / f"{made[:16]}.safetensors"
+
+    def _measured(self, windows: Bools, with_slopes: bool, partial_folder: Path) -> MeasuredCosts:
+        """Measure windows ``[L, H]`` in the model's order: the divergence, then the slopes, by kind of text.
+
+        Args:
+            partial_folder: for what is measured of single texts.
+        """
         measure = partial(self._measure_one, torch.from_numpy(windows).float(), with_slopes)
         size = 1 + with_slopes * windows.size
-        found = {
-            kind: measure_mean(measure, (size,), texts, self._folder(windows, with_slopes) / f"round, {kind}")
-            for kind, texts in (("text", self.texts), ("retrieval", self.prompts))
+        tensors = {
+            kind: measure_mean(measure, (size,), texts, partial_folder / f"round, {kind}")
+            for kind, texts in self.texts.items()
             if texts
         }
-        zero = torch.zeros(size, dtype=torch.float64)
-        text, retrieval = found["text"], found.get("retrieval", zero)
-        cost = (text + self.exploration.explore.retrieval_weight * retrieval).numpy()
-        slopes = self._of_plan(cost[1:].reshape(windows.shape), plan) if with_slopes else None
-        return Measured(text[0].item(), retrieval[0].item(), float(cost[0]), slopes)
-
-    def forget(self) -> None:
-        """Delete what was kept in case of an interruption."""
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            for folder in self.exploration.folder.glob("rounds.partial-*"):
-                shutil.rmtree(folder, ignore_errors=True)
+        return MeasuredCosts(tensors, self.costs.provenance)
 
     def _measure_one(self, windows: Tensor, with_slopes: bool, text: Tensor | Prompt) -> Tensor:
         """The divergence of one text or prompt ``[1]``, with the slopes behind it where they are wanted."""
         is_prompt = isinstance(text, Prompt)
         input_ids, at = text if isinstance(text, Prompt) else (text, torch.arange(len(text)))
         if id(text) not in self.dense:
-            self.dense[id(text)] = dense_states(self.model, input_ids, at)
+            self.dense[id(text)] = dense_states(self.model, input_ids, at).cpu()
         dense = self.dense[id(text)]
         found, slopes = measure_under(self.model, input_ids, at, windows, self.sinks, with_slopes, dense)
+        value = torch.tensor([found], dtype=torch.float64)
         if slopes is None:
-            return torch.tensor([found], dtype=torch.float64)
+            return value
         slopes = slopes.clamp(-MAX_COST, MAX_COST)
         if is_prompt:  # where a window would help on one prompt, it does not pay for another prompt
             slopes = torch.where(windows > 0, slopes, slopes.clamp_min(0.0))
-        return torch.cat([torch.tensor([found], dtype=torch.float64), slopes.flatten()])
-
-    def _folder(self, windows: Bools, with_slopes: bool) -> Any:
-        """Where measurements of these windows are kept in case of an interruption."""
-        settings = [self.exploration.settings, self.exploration.windows, self.exploration.sinks]
-        counts = [len(self.texts), len(self.prompts)]
-        made = sha256_of([windows.tolist(), with_slopes, settings, counts])
-        return self.exploration.folder / f"rounds.partial-{made[:8]}"
+        return torch.cat([value, slopes.flatten()])
 
     def _of_model(self, windows: Bools) -> Bools:
         """Windows ``[L, H]`` in the model's order of heads, from those of the plan."""
-        heads = self.model.config.num_key_value_heads
+        heads = self.costs.tensors["lead4"].shape[-1]
         if windows.shape[1] != heads:
             return np.repeat(windows, heads, axis=1)  # whole layers
         found = windows.copy()

@@ -117,6 +117,20 @@ def exchanged(plan: SharingPlan, windows: Floats, most: int, lead4: Floats | Non
     return _with_windows(plan, problem.swapped(has_windows(plan).ravel(), most))
 
 
+def changeable(plan: SharingPlan) -> tuple[int, int]:
+    """How many windows and how many leads of a plan can be exchanged."""
+    is_window, is_free = has_windows(plan), ~_in_blocks(plan)
+    return int((is_window & is_free).sum()), int((~is_window & is_free).sum())
+
+
+def cost_of_leads(plan: SharingPlan, lead4: Floats | None) -> float:
+    """What leads in layers of 4 bits cost, those of blocks aside; arguments as in `rechosen`."""
+    if lead4 is None or not plan.bits:
+        return 0.0
+    packed = np.array(plan.bits)[:, None] == 4
+    return float((lead4 * (packed & ~has_windows(plan) & ~_in_blocks(plan))).sum())
+
+
 def has_windows(plan: SharingPlan) -> Bools:
     """Which heads of the plan keep windows, ``[L, H]``."""
     return np.array([[lead is None for lead in row] for row in plan.lead])

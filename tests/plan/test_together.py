@@ -8,7 +8,15 @@ import pytest
 
 from pod.modeling.model.sharing import SharingPlan
 from pod.plan.solve import solve
-from pod.plan.together import Plans, exchanged, has_windows, in_order, rechosen
+from pod.plan.together import (
+    Plans,
+    changeable,
+    cost_of_leads,
+    exchanged,
+    has_windows,
+    in_order,
+    rechosen,
+)
 
 
 def costs_of_windows(layers, heads, seed, rank=4):
@@ -149,3 +157,11 @@ def test_exchanges_are_the_best_ones_and_no_more_than_asked_for():
     final = exchanged(start, windows, 100)
     assert after_one(final) >= cost(windows, final) - 1e-12
     assert exchanged(final, windows, 100) == final
+
+
+def test_blocks_of_followers_are_no_windows_and_leads_to_exchange():
+    plan = SharingPlan(lead=[[0, None], [None, 1], [0, 2], [3, None]], bits=(16, 4, 4, 4))
+    assert changeable(plan) == (2, 3), "the first head of three layers stands in a block"
+    lead4 = np.arange(8.0).reshape(4, 2)
+    assert cost_of_leads(plan, lead4) == 3 + 5 + 6
+    assert cost_of_leads(plan, None) == 0 and cost_of_leads(replace(plan, bits=None), lead4) == 0
