@@ -160,7 +160,7 @@ def test_rounds_lower_what_models_with_the_plan_measure(overrides, monkeypatch, 
     monkeypatch.setattr(rounds, "measure_under", None)  # the same command measures nothing again
     explore.main(recipe)
     assert SharingPlan.load(exploration.folder / "plan.json") == plan
-    assert [file.suffix for file in (exploration.folder / "rounds").iterdir()].count(".safetensors") >= 2
+    assert [file.suffix for file in (exploration.folder / "rounds").iterdir()].count(".safetensors") >= 1
     assert not list((exploration.folder / "rounds").glob("*.partial"))
 
 
