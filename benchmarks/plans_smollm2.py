@@ -47,6 +47,8 @@ SIZES = Sizes()
 LENGTH = SIZES.length
 WINDOW = 16 + 240
 SHARES = (0.10, 0.15, 0.20, 0.33, 0.50, 0.65)
+INT4_SHARE, NARROW_SHARE = 0.367, 0.06
+"""Bytes over dense at LENGTH tokens of heads in 4 bits that keep everything, or a window of 128 tokens."""
 DTYPE = torch.bfloat16
 
 
@@ -116,6 +118,10 @@ def rows() -> list[Row]:
             0.4 * LENGTH - WINDOW
         )  # 4 bits and a native residual: about 0.4 at this length
         found.append(Row(f"razor+int4 {share:.0%}", "razor+int4", options=heads | {"share": leads}))
+    for share in SHARES[1:3]:
+        leads = (share - NARROW_SHARE) / (INT4_SHARE - NARROW_SHARE)
+        options = heads | {"num_recent_tokens": 112, "share": leads}
+        found.append(Row(f"razor+int4 narrow {share:.0%}", "razor+int4", options=options))
     for spec, share, kept in (("razor", 0.5, "windows_50"), ("razor+int4", 0.2, "windows_63")):
         chosen = {"heads": pod.SharingPlan.load(PLANS / f"{kept}.json")}
         found.append(Row(f"{spec} by costs {share:.0%}", spec, options=heads | chosen))

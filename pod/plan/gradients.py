@@ -147,16 +147,18 @@ class _Reader(NamedTuple):
         def watch(_: Any, given: tuple[Tensor, ...]) -> tuple[Tensor]:
             out = given[0]
             before, dense = stream.detach(), out.detach()  # a hook that held the graph would never be freed
+            known = None
             share = self._share(place, out.shape[-1])
             if bool(share.any()):
                 change = self._change(layer, place, stream, out)
                 out = (out.to(change.dtype) + share.to(change) * change).to(out.dtype)
+                known = change.detach()
             if receive is None:
                 return (out,)
 
             def pass_on(gradient: Tensor) -> None:
                 with torch.no_grad():
-                    change = self._change(layer, place, before, dense)
+                    change = self._change(layer, place, before, dense) if known is None else known
                     assert receive is not None, "this hook was registered for it"
                     receive(number, self._by_head(change, head_dim), self._by_head(gradient, head_dim))
 

@@ -22,7 +22,7 @@ and 0.043 per token of answers. After one round of seven exchanges it has 0.0193
 """
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import NamedTuple
@@ -57,9 +57,9 @@ class Measured(NamedTuple):
     Attributes:
         text: divergence from the dense model, in nats per token.
         retrieval: the same per token of the answers of prompts; None = there are no prompts.
-        cost: text + explore.retrieval_weight x retrieval.
-        slopes: ``[L, H]``, the derivative of ``cost`` for each head's step to its window. On a prompt, that
-            of a head that leads is cut at 0. None = not measured.
+        cost: text + explore.retrieval_weight x retrieval + the costs of leads in layers of 4 bits.
+        slopes: ``[L, H]``, the derivative of the first two for each head's step to its window. On a prompt,
+            that of a head that leads is cut at 0. None = not measured.
     """
 
     text: float
@@ -107,25 +107,14 @@ def improve(
         return Improved(plan, [])
     pairs = total_costs(costs.tensors, retrieval_weight=0.0)
     windows = in_order(at_granularity(explore, pairs)["windows"], kv_order)
-    bench = _Bench(exploration, costs, kv_order)
+    bench = _Bench(exploration, costs, kv_order, lead4)
     best, rounds = plan, []
     for _ in range(explore.rounds):
         found = bench.measure(best, with_slopes=True)
         rounds = rounds or [found.as_json(exchanged=0)]
         assert found.slopes is not None, "they are wanted"
         cost = corrected(windows, has_windows(best), found.slopes)
-
-        def cost_of(one: SharingPlan, measured: Measured) -> float:
-            return measured.cost + cost_of_leads(one, lead4)
-
-        after = _first_better(
-            best,
-            cost_of(best, found) * (1 - LEAST_GAIN),
-            partial(exchanged, best, cost, lead4=lead4),
-            partial(bench.measure, with_slopes=False),
-            cost_of,
-            max(1, most // EXCHANGED),
-        )
+        after = _first_better(bench, best, found, cost, max(1, most // EXCHANGED))
         if after is None:
             break
         rounds.append(after.found.as_json(exchanges(best, after.plan)))
@@ -141,29 +130,23 @@ class _Step(NamedTuple):
 
 
 def _first_better(
-    start: SharingPlan,
-    limit: float,
-    step: Callable[..., SharingPlan],
-    measure: Callable[[SharingPlan], Measured],
-    cost_of: Callable[[SharingPlan, Measured], float],
-    most: int,
+    bench: "_Bench", start: SharingPlan, found: Measured, cost: Floats, most: int
 ) -> _Step | None:
     """The first plan that costs less: after the most exchanges, or half as many, and so on. None = none.
 
     Args:
-        limit: what it must cost less than.
-        step: a function of the most exchanges → the plan after them.
+        start: a plan, whose measurement is ``found``.
+        cost: of windows ``[L, H, L, H]``, by which they are exchanged.
     """
     known = {start.lead}
     while most:
-        plan = from_rank_0(
-            partial(step, most=most)
-        )  # ranks that compute otherwise would measure another plan
+        # Rank 0 decides, since ranks that compute otherwise would measure another plan.
+        plan = from_rank_0(partial(exchanged, start, cost, most, bench.lead4))
         if plan.lead not in known:
             known.add(plan.lead)
-            found = measure(plan)
-            if cost_of(plan, found) < limit:
-                return _Step(plan, found)
+            measured = bench.measure(plan, with_slopes=False)
+            if measured.cost < found.cost * (1 - LEAST_GAIN):
+                return _Step(plan, measured)
             most = exchanges(start, plan)  # it may be fewer
         most //= 2
     return None
@@ -198,14 +181,18 @@ class _Bench:
     Attributes:
         exploration: what is explored.
         costs: of the roles, which also have the constant sinks.
-        kv_order: see `improve`.
+        kv_order, lead4: see `improve`.
         dense: final hidden states of the dense model on the CPU, by the identity of a text or prompt.
     """
 
     def __init__(
-        self, exploration: Exploration, costs: MeasuredCosts, kv_order: Sequence[Sequence[int]] | None
+        self,
+        exploration: Exploration,
+        costs: MeasuredCosts,
+        kv_order: Sequence[Sequence[int]] | None = None,
+        lead4: Floats | None = None,
     ):
-        self.exploration, self.costs, self.kv_order = exploration, costs, kv_order
+        self.exploration, self.costs, self.kv_order, self.lead4 = exploration, costs, kv_order, lead4
         self.sinks = measured_sinks(costs.tensors)
         self.dense: dict[int, Tensor] = {}
 
@@ -243,9 +230,9 @@ class _Bench:
         slopes = None
         if with_slopes:
             slopes = self._of_plan(cost[1:].view(*windows.shape).numpy(), plan)
-        return Measured(
-            text[0].item(), None if retrieval is None else retrieval[0].item(), cost[0].item(), slopes
-        )
+        of_answers = None if retrieval is None else retrieval[0].item()
+        total = cost[0].item() + cost_of_leads(plan, self.lead4)
+        return Measured(text[0].item(), of_answers, total, slopes)
 
     def _path(self, windows: Bools, with_slopes: bool) -> Path:
         """The file of what is measured of these windows: another one for another model, text or sinks."""

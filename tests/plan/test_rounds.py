@@ -174,7 +174,7 @@ def test_windows_and_slopes_change_between_the_orders_of_plan_and_model(override
     plan = SharingPlan(lead=[[None, 0, 0], [1, None, 1]])
     slopes = bench._of_plan(np.array([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]), plan)
     assert slopes.tolist() == [[2.0, 3.0, 1.0], [4.0, 5.0, 6.0]]
-    whole = rounds._Bench(exploration, costs, None)
+    whole = rounds._Bench(exploration, costs)
     assert whole._of_model(np.array([[True], [False]])).tolist() == [[True] * 3, [False] * 3]
     of_layers = whole._of_plan(np.array([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]), SharingPlan(lead=[[None], [1]]))
     assert of_layers.tolist() == [[6.0], [15.0]]
@@ -188,7 +188,7 @@ def test_a_prompt_on_which_a_window_helps_does_not_pay_for_another(overrides, mo
     monkeypatch.setattr(rounds, "measure_under", lambda *_: (0.5, found))
     windows = torch.zeros(found.shape)
     windows[0, 0] = 1
-    bench = rounds._Bench(exploration, costs, None)
+    bench = rounds._Bench(exploration, costs)
     text, prompt = (bench.texts[kind][0] for kind in ("text", "retrieval"))
     assert bench._measure_one(windows, True, text).tolist() == [0.5, *[-1.0] * found.numel()]
     assert bench._measure_one(windows, True, prompt).tolist() == [0.5, -1.0, *[0.0] * (found.numel() - 1)]
@@ -215,7 +215,7 @@ def test_an_interrupted_round_goes_on(overrides, monkeypatch):
     exploration = Exploration.of(recipe)
     costs = find_costs(exploration)
     plan = choose(costs, recipe.explore, exploration.windows).plan
-    whole = rounds._Bench(exploration, costs, None).measure(plan, with_slopes=True)
+    whole = rounds._Bench(exploration, costs).measure(plan, with_slopes=True)
     (file,) = (exploration.folder / "rounds").glob("*.safetensors")
     file.unlink()
     calls, measure = [], rounds.measure_under
@@ -228,9 +228,9 @@ def test_an_interrupted_round_goes_on(overrides, monkeypatch):
 
     monkeypatch.setattr(rounds, "measure_under", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        rounds._Bench(exploration, costs, None).measure(plan, with_slopes=True)
+        rounds._Bench(exploration, costs).measure(plan, with_slopes=True)
     assert not file.exists()
-    again = rounds._Bench(exploration, costs, None).measure(plan, with_slopes=True)
+    again = rounds._Bench(exploration, costs).measure(plan, with_slopes=True)
     assert again.cost == whole.cost and np.array_equal(again.slopes, whole.slopes)
     assert len(calls) == 3 + 1 + 2, "three texts and two prompts, of which three were kept"
 
@@ -262,6 +262,8 @@ def test_fewer_exchanges_are_tried_where_many_are_worse(monkeypatch, overrides, 
     asked = []
 
     class Bench:
+        lead4 = None
+
         def __init__(self, *_):
             pass
 
