@@ -123,8 +123,9 @@ def rows() -> list[Row]:
         options = heads | {"num_recent_tokens": 112, "share": leads}
         found.append(Row(f"razor+int4 narrow {share:.0%}", "razor+int4", options=options))
     for spec, share, kept in (("razor", 0.5, "windows_50"), ("razor+int4", 0.2, "windows_63")):
-        chosen = {"heads": pod.SharingPlan.load(PLANS / f"{kept}.json")}
-        found.append(Row(f"{spec} by costs {share:.0%}", spec, options=heads | chosen))
+        if (PLANS / f"{kept}.json").is_file():
+            chosen = {"heads": pod.SharingPlan.load(PLANS / f"{kept}.json")}
+            found.append(Row(f"{spec} by costs {share:.0%}", spec, options=heads | chosen))
     found += [Row("int4", "int4"), Row("simlayerkv", "simlayerkv", options={"num_recent_tokens": 256})]
     return [*found, *(Row(f"snapkv+int4 {x:.0%}", "snapkv+int4", None, x / 0.4) for x in SHARES[:3])]
 

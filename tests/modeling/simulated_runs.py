@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import pod
 from pod.eval import runner
-from pod.plan import choose, costs
+from pod.plan import choose, costs, divergence
 from pod.plan.needles import Prompt
 from pod.plan.recording import record_attention_rows
 from pod.plan.similarity import jensen_shannon_similarity
@@ -230,6 +230,10 @@ def explored(model: nn.Module, device: str) -> dict:
         found.append(costs.measure_query_head_errors(model, on_device, 9))
         prompt = Prompt(ids[0], torch.tensor([50, 51, 57]))
         found.append(costs.measure_retrieval(model, prompt))
+        share = torch.zeros(layers, heads)
+        share[::2] = 1
+        value, slopes = divergence.measure_under(model, prompt.input_ids, prompt.answers, share)
+        found += [torch.tensor([value], dtype=torch.float64), slopes]
         rows = torch.stack(list(record_attention_rows(model, on_device, 9)))
         found.append(jensen_shannon_similarity(rows))
         plan = make_pod(plan=True).config.sharing_plan

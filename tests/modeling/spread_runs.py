@@ -45,10 +45,10 @@ BY_TURNS = "01011"
 """The same for layers that do not stand side by side."""
 
 
-def on_both(model: nn.Module, layers: str = HALVES) -> nn.Module:
-    """A copy with its layers on the two devices."""
+def on_both(model: nn.Module, layers: str = HALVES, end: str = "") -> nn.Module:
+    """A copy with its layers on the two devices; norm and output weights lie on ``end``, or with the last."""
     config = model.config
-    devices = [torch.device("sim", int(number)) for number in ("0", *layers, layers[-1])]
+    devices = [torch.device("sim", int(number)) for number in ("0", *layers, end or layers[-1])]
     places = named(module_names(config), devices, config.tie_word_embeddings)
     return dispatch(copy.deepcopy(model), places)
 
@@ -273,7 +273,10 @@ def adapters() -> Iterator[dict]:
 def exploring() -> Iterator[dict]:
     """The measurements behind a plan, on a dense model that lies on two devices."""
     model = make_pod(plan=False)
-    yield answer_of("costs, similarity, loss", explored(model, "cpu"), explored(on_both(model), "sim:0"))
+    expected = explored(model, "cpu")
+    yield answer_of("costs, similarity, loss", expected, explored(on_both(model), "sim:0"))
+    beside = on_both(model, "0" * model.config.num_hidden_layers, end="1")
+    yield answer_of("norm and output weights alone", expected, explored(beside, "sim:0"))
 
 
 def evaluation() -> Iterator[dict]:
