@@ -31,7 +31,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from judge_plans import Bench, Row, Sizes, measure_missing, read_kept, table_head, table_line
+from judge_plans import (
+    Bench,
+    Row,
+    Sizes,
+    kept_at,
+    measure_missing,
+    read_kept,
+    table_head,
+    table_line,
+)
 
 import pod
 from pod.files import read_json, write_json
@@ -140,8 +149,18 @@ def make_bench() -> Bench:
     return Bench(recipe, PLANS, DTYPE, SIZES)
 
 
+def restore() -> None:
+    """Write the rows of the committed JSON as files of this run, so that they are not lost."""
+    for found in read_json(RESULTS / "plans_smollm2.json")["rows"]:
+        file = kept_at(KEPT, found["name"])
+        if not file.is_file():
+            KEPT.mkdir(parents=True, exist_ok=True)
+            write_json(file, found)
+
+
 def assemble() -> None:
-    """One JSON and one Markdown table from what is kept, by bytes."""
+    """One JSON and one Markdown table from what is kept and what is committed, by bytes."""
+    restore()
     found = read_kept(KEPT, ROOT)
     measured = sorted((x for x in found if "nll" in x), key=lambda x: x["bytes_over_dense"])
     dense = {x["name"]: x for x in measured}
