@@ -58,6 +58,13 @@ WINDOW = 16 + 240
 SHARES = (0.10, 0.15, 0.20, 0.33, 0.50, 0.65)
 INT4_SHARE, NARROW_SHARE = 0.367, 0.06
 """Bytes over dense at LENGTH tokens of heads in 4 bits that keep everything, or a window of 128 tokens."""
+BY_COSTS = (
+    ("razor by costs 50%", "razor", "windows_50", 240),
+    ("razor+int4 by costs 20%", "razor+int4", "windows_63", 240),
+    ("razor+int4 narrow by costs 20%", "razor+int4", "narrow_80", 112),
+    ("razor+int4 narrow by costs 15%", "razor+int4", "narrow_85", 112),
+)
+"""Rows of razor with the heads of a plan: name, method, plan, recent tokens of a window."""
 DTYPE = torch.bfloat16
 
 
@@ -131,12 +138,20 @@ def rows() -> list[Row]:
         leads = (share - NARROW_SHARE) / (INT4_SHARE - NARROW_SHARE)
         options = heads | {"num_recent_tokens": 112, "share": leads}
         found.append(Row(f"razor+int4 narrow {share:.0%}", "razor+int4", options=options))
-    for spec, share, kept in (("razor", 0.5, "windows_50"), ("razor+int4", 0.2, "windows_63")):
+    for name, spec, kept, recent in BY_COSTS:
         if (PLANS / f"{kept}.json").is_file():
-            chosen = {"heads": pod.SharingPlan.load(PLANS / f"{kept}.json")}
-            found.append(Row(f"{spec} by costs {share:.0%}", spec, options=heads | chosen))
+            chosen = {"heads": heads_of(PLANS / f"{kept}.json"), "num_recent_tokens": recent}
+            found.append(Row(name, spec, options=heads | chosen))
     found += [Row("int4", "int4"), Row("simlayerkv", "simlayerkv", options={"num_recent_tokens": 256})]
     return [*found, *(Row(f"snapkv+int4 {x:.0%}", "snapkv+int4", None, x / 0.4) for x in SHARES[:3])]
+
+
+def heads_of(file: Path) -> pod.SharingPlan:
+    """The heads with windows of a plan's file, for razor. Heads that follow keep everything there."""
+    lead = pod.SharingPlan.load(file).lead
+    return pod.SharingPlan(
+        lead=[[None if one is None else layer for one in row] for layer, row in enumerate(lead)]
+    )
 
 
 def is_plan(file: Path) -> bool:
