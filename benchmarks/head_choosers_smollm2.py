@@ -1,4 +1,6 @@
-"""Which heads of SmolLM2-135M keep every token? RazorAttention's search and costs in nats at equal numbers.
+"""Which heads of SmolLM2-135M keep every token? RazorAttention's search, costs in nats, and a round.
+
+All choose as many heads.
 
     pod data    --config plans_smollm2                 # once: texts
     pod explore --config plans_smollm2                 # once: the costs

@@ -35,7 +35,6 @@ from judge_plans import (
     Bench,
     Row,
     Sizes,
-    kept_at,
     measure_missing,
     read_kept,
     table_head,
@@ -52,6 +51,7 @@ KEPT, RESULTS = ROOT / "runs" / "plans_smollm2" / "rows", Path(__file__).parent 
 PLANS = ROOT / "runs" / "plans_smollm2" / "plan"
 NARROW_SETTINGS = ["output_dir=runs/plans_smollm2/narrow", "model.num_recent_tokens=112"]
 ADAPTED = ROOT / "runs" / "adaptation_smollm2"
+ALL = "plans_smollm2"
 SIZES = Sizes()
 LENGTH = SIZES.length
 WINDOW = 16 + 240
@@ -164,18 +164,11 @@ def make_bench() -> Bench:
     return Bench(recipe, PLANS, DTYPE, SIZES)
 
 
-def restore() -> None:
-    """Write the rows of the committed JSON as files of this run, so that they are not lost."""
-    for found in read_json(RESULTS / "plans_smollm2.json")["rows"]:
-        file = kept_at(KEPT, found["name"])
-        if not file.is_file():
-            KEPT.mkdir(parents=True, exist_ok=True)
-            write_json(file, found)
+def assemble(name: str) -> None:
+    """One JSON and one Markdown table from what is kept, by bytes; a picture where all rows are there.
 
-
-def assemble() -> None:
-    """One JSON and one Markdown table from what is kept and what is committed, by bytes."""
-    restore()
+    Rows of other texts must not stand beside these.
+    """
     found = read_kept(KEPT, ROOT)
     measured = sorted((x for x in found if "nll" in x), key=lambda x: x["bytes_over_dense"])
     dense = {x["name"]: x for x in measured}
@@ -191,10 +184,11 @@ def assemble() -> None:
     )
     settings = asdict(SIZES) | {"dtype": str(DTYPE)}
     write_json(
-        RESULTS / "plans_smollm2.json", {"environment": environment(), "settings": settings, "rows": measured}
+        RESULTS / f"{name}.json", {"environment": environment(), "settings": settings, "rows": measured}
     )
-    (RESULTS / "plans_smollm2.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    draw(measured)
+    (RESULTS / f"{name}.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    if name == ALL:
+        draw(measured)
     print("\n".join(lines))
 
 
@@ -262,13 +256,14 @@ if __name__ == "__main__":
     parser.add_argument("--part", default="0/1", help="which share of the rows, as 0/2")
     parser.add_argument("--only", default="", help="beginnings of names, comma-separated")
     parser.add_argument("--assemble", action="store_true", help="write the tables of what is measured")
+    parser.add_argument("--name", default=ALL, help="of the tables; another one where some rows are measured")
     parser.add_argument("--plans", action="store_true", help="make the plans")
     arguments = parser.parse_args()
     names = tuple(name for name in arguments.only.split(",") if name)
     if arguments.plans:
         make_plans(names)
     elif arguments.assemble:
-        assemble()
+        assemble(arguments.name)
     else:
         first, parts = arguments.part.split("/")
         wanted = [row for row in rows() if not names or row.name.startswith(names)]
