@@ -122,7 +122,7 @@ def improve(
     return Improved(best, rounds)
 
 
-class _Step(NamedTuple):
+class _Taken(NamedTuple):
     """A plan that was measured."""
 
     plan: SharingPlan
@@ -131,7 +131,7 @@ class _Step(NamedTuple):
 
 def _first_better(
     bench: "_Bench", start: SharingPlan, found: Measured, cost: Floats, most: int
-) -> _Step | None:
+) -> _Taken | None:
     """The first plan that costs less: after the most exchanges, or half as many, and so on. None = none.
 
     Args:
@@ -146,7 +146,7 @@ def _first_better(
             known.add(plan.lead)
             measured = bench.measure(plan, with_slopes=False)
             if measured.cost < found.cost * (1 - LEAST_GAIN):
-                return _Step(plan, measured)
+                return _Taken(plan, measured)
             most = exchanges(start, plan)  # it may be fewer
         most //= 2
     return None

@@ -4,6 +4,7 @@ import numpy as np
 import torch
 
 import pod
+from pod.modeling.model.sinks import Sink
 
 SINKS, RECENT = 2, 5
 
@@ -90,3 +91,9 @@ def log_probabilities(model, input_ids, shares, sinks=None):
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def sinks_at_random(query_heads, kv_heads, generator):
+    """Constants of four layers."""
+    shapes = (query_heads,), (kv_heads, 8)
+    return [Sink(*(torch.randn(shape, generator=generator).double() for shape in shapes)) for _ in range(4)]

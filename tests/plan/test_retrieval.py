@@ -6,10 +6,9 @@ import re
 
 import pytest
 import torch
-from plan_models import log_probabilities, make_model
+from plan_models import log_probabilities, make_model, sinks_at_random
 from transformers import AutoTokenizer
 
-from pod.modeling.model.sinks import Sink
 from pod.models import resolve_model
 from pod.plan.costs import SHARE, measure_retrieval
 from pod.plan.needles import FACTS_OF_A_PROMPT, WORDS, Prompt, _Fact, needle_prompts
@@ -25,12 +24,7 @@ def test_costs_are_derivatives_of_the_divergence(heads, constant):
     generator = torch.Generator().manual_seed(3)
     ids = torch.randint(0, 61, (1, TOKENS), generator=generator)
     answers = torch.tensor([20, 21, 27])
-    sinks = None
-    if constant:
-        shapes = (heads[0],), (heads[1], 8)
-        sinks = [
-            Sink(*(torch.randn(shape, generator=generator).double() for shape in shapes)) for _ in range(4)
-        ]
+    sinks = sinks_at_random(*heads, generator) if constant else None
     found = measure_retrieval(model, Prompt(ids[0], answers), sinks)
     dense = model(ids, use_cache=False).logits[0].log_softmax(-1)[answers]
 

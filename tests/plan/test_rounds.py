@@ -7,12 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from plan_models import log_probabilities, make_model
+from plan_models import log_probabilities, make_model, sinks_at_random
 
 import pod
 from pod.commands import explore
 from pod.modeling.model.sharing import SharingPlan
-from pod.modeling.model.sinks import Sink
 from pod.plan import rounds
 from pod.plan.choose import choose
 from pod.plan.divergence import measure_under
@@ -40,12 +39,7 @@ def test_slopes_are_derivatives_of_the_divergence_under_the_plan(heads, constant
     generator = torch.Generator().manual_seed(3)
     ids = torch.randint(0, 61, (1, TOKENS), generator=generator)
     at = torch.tensor([12, 13, 20, 27])
-    sinks = None
-    if constant:
-        shapes = (heads[0],), (heads[1], 8)
-        sinks = [
-            Sink(*(torch.randn(shape, generator=generator).double() for shape in shapes)) for _ in range(4)
-        ]
+    sinks = sinks_at_random(*heads, generator) if constant else None
     share = torch.randint(0, 2, (4, heads[1]), generator=generator).double()
     value, slopes = measure_under(model, ids[0], at, share, sinks)
     alone, nothing = measure_under(model, ids[0], at, share, sinks, with_slopes=False)
