@@ -31,15 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from judge_plans import (
-    Bench,
-    Row,
-    Sizes,
-    measure_missing,
-    read_kept,
-    table_head,
-    table_line,
-)
+from judge_plans import Bench, Row, Sizes, measure_missing, read_kept, table_head, table_line
 
 import pod
 from pod.files import read_json, write_json
@@ -90,14 +82,15 @@ def make_plans(only: tuple[str, ...]) -> None:
     from pod.plan.measured_costs import COSTS_NAME, MeasuredCosts
 
     for kind, (changes, savings) in KINDS.items():
+        names = {f"{kind}_{saving:.0%}".replace("%", ""): saving for saving in savings}
+        wanted = {name: saving for name, saving in names.items() if not only or name.startswith(only)}
+        if not wanted:
+            continue
         settings = NARROW_SETTINGS if kind == "narrow" else []
         own = Exploration.of(load_recipe(ROOT / "configs" / "plans_smollm2.yaml", settings))
-        for saving in savings:
-            name = f"{kind}_{saving:.0%}".replace("%", "")
-            if only and not name.startswith(only):
-                continue
+        costs = MeasuredCosts.load(own.folder / COSTS_NAME)
+        for name, saving in wanted.items():
             explore = replace(own.explore, budget_length=LENGTH, target_saving=saving, **changes)
-            costs = MeasuredCosts.load(own.folder / COSTS_NAME)
             choice = choose(costs, explore, own.windows)
             plan = improved(replace(own, explore=explore), costs, choice).plan
             plan.save(PLANS / f"{name}.json")
@@ -149,9 +142,8 @@ def rows() -> list[Row]:
 def heads_of(file: Path) -> pod.SharingPlan:
     """The heads with windows of a plan's file, for razor. Heads that follow keep everything there."""
     lead = pod.SharingPlan.load(file).lead
-    return pod.SharingPlan(
-        lead=[[None if one is None else layer for one in row] for layer, row in enumerate(lead)]
-    )
+    rows = (tuple(None if one is None else layer for one in row) for layer, row in enumerate(lead))
+    return pod.SharingPlan(lead=tuple(rows))
 
 
 def is_plan(file: Path) -> bool:

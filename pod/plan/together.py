@@ -125,10 +125,16 @@ def changeable(plan: SharingPlan) -> tuple[int, int]:
 
 def cost_of_leads(plan: SharingPlan, lead4: Floats | None) -> float:
     """What leads in layers of 4 bits cost, those of blocks aside; arguments as in `rechosen`."""
-    if lead4 is None or not plan.bits:
-        return 0.0
-    packed = np.array(plan.bits)[:, None] == 4
-    return float((lead4 * (packed & ~has_windows(plan) & ~_in_blocks(plan))).sum())
+    return float(_leading(plan, lead4)[~has_windows(plan) & ~_in_blocks(plan)].sum())
+
+
+def _leading(plan: SharingPlan, lead4: Floats | None) -> Floats:
+    """What each head ``[L, H]`` would cost as a lead: ``lead4`` in layers of 4 bits, nothing elsewhere."""
+    found = np.zeros((plan.num_layers, plan.num_key_value_heads))
+    if lead4 is not None and plan.bits:
+        packed = np.array(plan.bits) == 4
+        found[packed] = lead4[packed]
+    return found
 
 
 def has_windows(plan: SharingPlan) -> Bools:
@@ -179,12 +185,9 @@ class _Exchange:
         """The exchanges that leave the plan's blocks of followers and its bits; arguments as `rechosen`."""
         sizes = windows.shape[:2]
         packed = [bits == 4 for bits in plan.bits or (16,) * sizes[0]]
-        leading = np.zeros(sizes)
-        if lead4 is not None:
-            leading[packed] = lead4[packed]
         classes = np.repeat(np.where(packed, 1, 0), sizes[1])
         classes[_in_blocks(plan).ravel()] = -1
-        return cls(windows.reshape(sizes[0] * sizes[1], -1), leading.ravel(), classes)
+        return cls(windows.reshape(sizes[0] * sizes[1], -1), _leading(plan, lead4).ravel(), classes)
 
     def leads(self, windows: Bools) -> Bools:
         """The heads ``[P]`` of a class that have no window."""

@@ -204,6 +204,20 @@ def test_other_texts_weights_and_sinks_are_measured_again(overrides):
 
 
 @torch.no_grad()
+def test_leads_in_layers_of_4_bits_count_beside_what_is_measured(overrides):
+    exploration = Exploration.of(load_recipe(None, overrides))
+    costs = find_costs(exploration)
+    layers, heads = costs.tensors["lead4"].shape
+    lead = [[None, *[layer] * (heads - 1)] for layer in range(layers)]
+    plan = SharingPlan(lead=lead, bits=[4] * layers)
+    lead4 = np.arange(1.0, 1 + layers * heads).reshape(layers, heads)
+    alone = rounds._Bench(exploration, costs).measure(plan, with_slopes=True)
+    beside = rounds._Bench(exploration, costs, None, lead4).measure(plan, with_slopes=True)
+    assert beside.cost == pytest.approx(alone.cost + lead4[:, 1:].sum(), rel=1e-12)
+    assert np.array_equal(alone.slopes, beside.slopes)
+
+
+@torch.no_grad()
 def test_an_interrupted_round_goes_on(overrides, monkeypatch):
     recipe = load_recipe(None, overrides)
     exploration = Exploration.of(recipe)
