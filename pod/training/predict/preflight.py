@@ -38,6 +38,7 @@ def check(
     """
     context = int(manifest["context_length"])
     check_positions(config, context)
+    check_teacher(config, recipe.distill)
     check_gpus(recipe)
     shapes = Shapes.from_config(config)
     check_attention(shapes, recipe, machine)
@@ -74,6 +75,22 @@ def check_positions(config: Any, context_length: int) -> None:
             f"the data has rows of {context_length} tokens, but the model reads at most {longest}: prepare "
             f"data with data.context_length <= {longest}, or extend the model (model.rope_theta or "
             "model.rope_type with model.max_position_embeddings)"
+        )
+
+
+def check_teacher(config: Any, distill: float) -> None:
+    """Raise ValueError when a run distils, but the model has no dense teacher that differs from it."""
+    if not distill:
+        return
+    if config.layout != "pod":
+        raise ValueError(
+            f"train.distill is {distill:g} with model.layout={config.layout}, but only layout=pod keeps the "
+            "weights of the dense model: set distill=0"
+        )
+    if config.sharing_plan.is_dense:
+        raise ValueError(
+            f"train.distill is {distill:g}, but every head leads, so the model would be its own teacher: "
+            "make a plan with `pod explore`, or set distill=0"
         )
 
 

@@ -169,6 +169,11 @@ def silent_layers(lead: Lead) -> int:
     return sum(row[0] != layer for layer, row in enumerate(lead))
 
 
+def dense_rows(lead: Lead) -> Lead:
+    """A plan of the same size in which every head leads: how a teacher reads (`train.distill`)."""
+    return tuple((layer,) * len(row) for layer, row in enumerate(lead))
+
+
 def causal_pairs(length: int) -> int:
     """Number of (query, key) pairs that a document of `length` tokens has under a causal mask."""
     return length * (length + 1) // 2

@@ -24,7 +24,7 @@ from typing import NamedTuple
 from pod.modeling.model.sharing import Lead
 from pod.training.args import TrainArgs
 from pod.training.predict.memory_estimate import BYTES, TrainingJob, World, pinned_tensors
-from pod.training.predict.shapes import Shapes, shared_qk_heads, silent_layers
+from pod.training.predict.shapes import Shapes, dense_rows, shared_qk_heads, silent_layers
 from pod.training.run.shared_qk import leads_that_end
 
 _GB = 1e9 / 2**30
@@ -214,17 +214,32 @@ def model_flops(shapes: Shapes, lead: Lead, args: TrainArgs, tokens: int, attent
     return 3 * (weights + attention)
 
 
+def teacher_flops(shapes: Shapes, lead: Lead, tokens: int, attention: float) -> float:
+    """Floating-point operations of a teacher that reads `tokens` tokens (`train.distill`).
+
+    Args:
+        attention: operations of its attention, in which every head leads.
+    """
+    return 2.0 * tokens * shapes.multiplied_weights(lead) + attention
+
+
 def rank_flops(job: TrainingJob) -> float:
     """Floating-point operations of one rank for one micro-batch, with all that is computed again.
 
     Computed again are layers under checkpoints, tiles, logits, `shared_qk`, and the logits in attention's
-    backward. In each layer, attention counts as on the busiest rank, for which the others wait.
+    backward. With distillation, logits are computed once, and a teacher reads the tokens. In each layer,
+    attention counts as on the busiest rank, for which the others wait.
     """
     shapes, lead, args, tokens = job.shapes, job.lead, job.args, job.tokens
     attention = rank_attention_flops(job)
     head = 2.0 * tokens * shapes.embedding_parameters
     layers = 2.0 * tokens * shapes.multiplied_weights(lead) - head
-    again = 0.5 * attention + head
+    again = 0.5 * attention
+    if args.distill:
+        dense = dataclasses.replace(job, lead=dense_rows(lead))
+        again += teacher_flops(shapes, lead, tokens, rank_attention_flops(dense))
+    else:
+        again += head
     if args.gradient_checkpointing == "full":
         again += layers + attention
     if job.tiles > 1:
@@ -301,16 +316,17 @@ def communication(job: TrainingJob) -> list[Traffic]:
 def weight_bytes(job: TrainingJob) -> int:
     """Bytes of weights that are gathered in a step; the share that a rank has anyway is included.
 
-    Stage 3 gathers all weights in the forward and in the backward of every micro-batch. Recomputed layers use
-    the weights that were gathered for the backward. Stages 1 and 2 gather the trained weights after the
-    update.
+    Stage 3 gathers all weights in the forward and in the backward of every micro-batch, and in the forward of
+    a teacher. Recomputed layers use the weights that were gathered for the backward. Stages 1 and 2 gather
+    the trained weights after the update.
     """
     shapes, args = job.shapes, job.args
     size = BYTES[args.dtype]
     if args.zero_stage < 3:
         return shapes.trained_parameters(args) * size
     held = shapes.parameters + (shapes.trained_parameters(args) if args.method == "lora" else 0)
-    return 2 * held * size * args.gradient_accumulation_steps
+    passes = 3 if args.distill else 2
+    return passes * held * size * args.gradient_accumulation_steps
 
 
 def gradient_bytes(job: TrainingJob) -> int:
@@ -326,12 +342,13 @@ def gradient_bytes(job: TrainingJob) -> int:
 def all_to_all_bytes(job: TrainingJob) -> int:
     """Bytes that a rank hands to the all-to-alls of a step; the part for the rank itself is included.
 
-    All-to-alls of forward, backward and recomputation are counted.
+    All-to-alls of forward, backward, recomputation and of a teacher's forward are counted.
     """
     args, lead = job.args, job.lead
     if args.sequence_parallel_size == 1:
         return 0
     passes = 2 if args.gradient_checkpointing == "full" else 1
+    passes += 1 if args.distill else 0
     once = exchanged_bytes(job)
     total = passes * (once["to_heads"] + once["to_sequence"])
     total += once["to_heads_backward"] + once["to_sequence_backward"]

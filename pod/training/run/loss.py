@@ -2,7 +2,8 @@
 
 The loss never needs the logits of the whole row. DeepSpeed's fused projection and cross entropy works
 through the tokens in chunks and keeps one fp32 log-sum-exp per token. During backward it computes the logits
-again, in blocks of the vocabulary. The loss is computed in fp32, and the gradients are exact.
+again, in blocks of the vocabulary. The loss is computed in fp32, and the gradients are exact. What
+distillation adds is in ``distillation.py``.
 """
 
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from pod.data.rows.loader import IGNORED_LABEL
 from pod.training import deepspeed_bridge as bridge
 from pod.training.args import TrainArgs
+from pod.training.run.distillation import PARTS, distilled_losses, teacher_states
 
 MEBIBYTE = 2**20
 HiddenReader = Callable[[Tensor, Tensor, Tensor], Any]
@@ -57,17 +59,28 @@ class LossHead(nn.Module):
         self.chunk_bytes = chunk_mib * MEBIBYTE
         self.vocab_size = weight.shape[0]
 
-    def forward(self, hidden: Tensor, labels: Tensor, reader: HiddenReader | None = None) -> Any:
-        """The sum of the losses, an fp32 scalar; with a reader, what it returns.
+    def forward(
+        self,
+        hidden: Tensor,
+        labels: Tensor,
+        reader: HiddenReader | None = None,
+        taught: Tensor | None = None,
+        distill: float = 0.0,
+    ) -> Any:
+        """The sum of the losses, [1] in fp32; with a reader, what it returns.
 
         Args:
             hidden: [B, n, hidden].
             labels: [B, n], already shifted; -100 = no label.
+            taught: the teacher's hidden states, like `hidden`; `distilled_losses` are returned then.
+            distill: as in `train.distill`.
         """
         if reader is not None:
             return reader(hidden, self.weight, labels)
+        if taught is not None:
+            return distilled_losses(hidden, self.weight, taught, labels, distill, self.chunk_bytes)
         rows = max(1, min(labels.numel(), self.chunk_bytes // (4 * self.vocab_size)))
-        return bridge.linear_cross_entropy(hidden, self.weight, labels, IGNORED_LABEL, rows)
+        return bridge.linear_cross_entropy(hidden, self.weight, labels, IGNORED_LABEL, rows).reshape(1)
 
 
 class LanguageModelLoss(nn.Module):
@@ -78,11 +91,16 @@ class LanguageModelLoss(nn.Module):
 
     Args:
         model: a PodForCausalLM, or its `peft` wrapper.
+        distill: as in `train.distill`; above 0 the model must have adapters.
+
+    Attributes:
+        parts: names of the sums that `forward` returns; the first is what is trained.
     """
 
-    def __init__(self, model: Any, chunk_mib: int = 256):
+    def __init__(self, model: Any, chunk_mib: int = 256, distill: float = 0.0):
         super().__init__()
-        self.model = model
+        self.model, self.distill = model, distill
+        self.parts = PARTS if distill else ("loss",)
         self.loss_head = LossHead(self._causal_model.lm_head.weight, chunk_mib)
 
     @property
@@ -92,11 +110,14 @@ class LanguageModelLoss(nn.Module):
     def forward(
         self, input_ids: Tensor, labels: Tensor, doc_ids: Tensor, reader: HiddenReader | None = None
     ) -> Any:
-        """The sum of the losses; with a reader, what it returns for this rank's slice.
+        """The sums `parts` of this rank's tokens, [k] in fp32; with a reader, what it returns for them.
 
         Args:
             input_ids, labels: this rank's slice, [B, n_local].
             doc_ids: the whole rows, [B, n].
         """
+        taught = None
+        if self.distill and reader is None:  # first, while no activations are kept
+            taught = teacher_states(self._causal_model, input_ids, doc_ids)
         hidden = self._causal_model.model(input_ids=input_ids, doc_ids=doc_ids).last_hidden_state
-        return self.loss_head(hidden, labels, reader=reader)
+        return self.loss_head(hidden, labels, reader=reader, taught=taught, distill=self.distill)

@@ -179,7 +179,8 @@ class Trainer:
 
         Returns:
             `loss` (mean cross entropy), `learning_rate`, `grad_norm`, `labels`, `data_wait_s`, and `skipped`
-            and `spike` (0 or 1). A loss that is not finite is left out, and so is the norm of a skipped step.
+            and `spike` (0 or 1); with distillation also `objective` and `divergence`. A loss that is not
+            finite is left out, and so is the norm of a skipped step.
 
         Raises:
             Interrupted: a signal came between two micro-batches.
@@ -193,22 +194,26 @@ class Trainer:
         self.engine.train()
         divisor = max(num_labels, 1.0)  # a step without labels has a loss of 0
         scale = loss_scale(self.args, self.mesh, divisor)
-        total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+        names = self.engine.module.parts
+        total = torch.zeros(len(names), dtype=torch.float64, device=self.mesh.device)
+        means: Values = {}
         loss = math.nan
         for index, batch in enumerate(batches):
             if index and self.control.interrupted():
                 raise Interrupted
             self.control.alive("forward")
-            loss_sum = self.engine(**batch)
-            total += loss_sum.detach()
+            sums = self.engine(**batch)
+            total += sums.detach()
             if index == len(batches) - 1:
-                loss = self.mesh.sum([float(total)])[0] / divisor
+                found = [one / divisor for one in self.mesh.sum(total.tolist())]
+                means = dict(zip(names, found, strict=True))
                 # An infinite loss can have finite gradients, and a spike has them. NaN makes the engine skip
                 # this step.
+                loss = means["loss"] if all(map(math.isfinite, found)) else math.nan
                 if self.loss_spikes.is_spike(loss) or not math.isfinite(loss):
                     scale = math.nan
             self.control.alive("backward")
-            self.engine.backward(loss_sum * scale, scale_wrt_gas=False)
+            self.engine.backward(sums[0] * scale, scale_wrt_gas=False)
             self.control.alive("update")
             self.engine.step()
 
@@ -217,7 +222,7 @@ class Trainer:
         if not skipped:
             self.state.updates += 1
         self.state.cursor = self.cursor.state_dict()
-        values: Values = {"loss": loss} if math.isfinite(loss) else {}
+        values: Values = {name: mean for name, mean in means.items() if math.isfinite(mean)}
         values |= {"learning_rate": rate, "labels": num_labels, "data_wait_s": data_wait}
         values |= {"skipped": float(skipped), "spike": float(self.loss_spikes.is_spike(loss))}
         norm = self.engine.get_global_grad_norm()
@@ -299,4 +304,4 @@ def trained_module(
     if fuses[args.fused_layers]:
         fuse_layers(model)
     trained = add_lora(model, lora) if lora else model.requires_grad_(True)
-    return LanguageModelLoss(trained, args.loss_chunk_mib).train()
+    return LanguageModelLoss(trained, args.loss_chunk_mib, args.distill).train()

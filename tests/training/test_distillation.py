@@ -1,0 +1,179 @@
+"""Distillation: the divergence and its gradients by definition, the teacher, and what is refused."""
+
+import dataclasses
+
+import pytest
+import torch
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+import pod
+from pod.training.args import TrainArgs, TrainRecipe
+from pod.training.predict import preflight
+from pod.training.predict.memory_estimate import TrainingJob, World, moments
+from pod.training.predict.shapes import Shapes
+from pod.training.predict.step_time import all_to_all_bytes, rank_flops, weight_bytes
+from pod.training.run.distillation import PARTS, dense_lead, distilled_losses, teacher_states
+from pod.training.run.lora import add_lora, lora_settings
+from pod.training.run.loss import LanguageModelLoss
+
+LEAD = [[0, None], [None, 1], [0, None]]
+IDS = torch.arange(46).reshape(2, 23) * 7 % 37
+DOCUMENTS = torch.tensor([[0] * 23, [0] * 9 + [1] * 14])
+LABELS = IDS.roll(-1, 1).masked_fill(torch.arange(23) % 5 == 4, -100)
+SETTINGS = lora_settings(TrainArgs(method="lora", lora_rank=3))
+
+
+def make_model(lead=LEAD, sinks="tokens", dtype=torch.float32):
+    torch.manual_seed(0)
+    config = pod.PodConfig(
+        vocab_size=37, hidden_size=24, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=6, intermediate_size=32, initializer_range=0.3, max_position_embeddings=64,
+        attention_backend="reference", lead=lead, num_recent_tokens=3, sinks=sinks,
+        num_sink_tokens=1 if sinks == "tokens" else 0,
+    )  # fmt: skip
+    return pod.PodForCausalLM(config).to(dtype)
+
+
+def with_adapters(model):
+    """Adapters that change what the model computes."""
+    adapted = add_lora(model, SETTINGS)
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in adapted.named_parameters():
+        if "lora_" in name:
+            parameter.data = torch.randn(parameter.shape, generator=generator).to(parameter.dtype) / 5
+    return adapted
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("chunk_bytes", [1, 8 * 37 * 5, 1 << 20])  # one token, five, all at a time
+def test_losses_and_gradients_are_those_of_the_definition(share, chunk_bytes):
+    torch.manual_seed(2)
+    hidden, taught = torch.randn(2, 2, 23, 8, dtype=torch.float64)
+    weight = torch.randn(37, 8, dtype=torch.float64)
+    hidden.requires_grad_()
+    found = distilled_losses(hidden, weight, taught, LABELS, share, chunk_bytes)
+    (gradient,) = torch.autograd.grad(found[0] * 3.0, hidden)
+
+    labelled = LABELS != -100
+    own, wanted = ((x[labelled] @ weight.T).softmax(-1) for x in (hidden, taught))
+    loss = -own[range(len(own)), LABELS[labelled]].log().sum()
+    divergence = (wanted * (wanted / own).log()).sum()
+    objective = (1 - share) * loss + share * divergence
+    (expected,) = torch.autograd.grad(objective * 3.0, hidden)
+    torch.testing.assert_close(found, torch.stack([objective, loss, divergence]).detach())
+    torch.testing.assert_close(gradient, expected)
+    assert (gradient[~labelled] == 0).all()
+
+
+def test_a_row_without_labels_has_no_loss_and_no_gradient():
+    hidden = torch.randn(1, 5, 8, requires_grad=True)
+    found = distilled_losses(hidden, torch.randn(37, 8), hidden.detach(), torch.full((1, 5), -100), 0.5, 99)
+    assert found.tolist() == [0.0, 0.0, 0.0]
+    assert (torch.autograd.grad(found[0], hidden)[0] == 0).all()
+
+
+def test_a_trained_output_projection_is_refused():
+    weight = torch.nn.Parameter(torch.randn(37, 8))
+    with pytest.raises(ValueError, match="needs an output projection that is frozen"):
+        distilled_losses(torch.randn(1, 5, 8), weight, torch.randn(1, 5, 8), torch.zeros(1, 5).long(), 1.0, 9)
+
+
+@pytest.mark.parametrize("sinks", ["tokens", "constant", "none"])
+def test_the_teacher_is_the_model_without_adapters_in_which_every_head_leads(sinks):
+    model = make_model(sinks=sinks)
+    plain = make_model(lead=None, sinks=None if sinks == "constant" else sinks)
+    plain.load_state_dict(model.state_dict(), strict=False)
+    adapted = with_adapters(model).train()
+    before = adapted(input_ids=IDS).logits
+    model.model.gradient_checkpointing = True
+    found = teacher_states(model, IDS, DOCUMENTS)
+    expected = plain.model(input_ids=IDS, doc_ids=DOCUMENTS).last_hidden_state
+    torch.testing.assert_close(found, expected)
+    assert not found.requires_grad
+    # everything is as it was
+    assert model.model.gradient_checkpointing and model.model.lead == model.config.sharing_plan.lead
+    assert torch.equal(adapted(input_ids=IDS).logits, before)
+    assert (before - plain(input_ids=IDS).logits).abs().max() > 0.1
+    trained = {name for name, one in adapted.named_parameters() if one.requires_grad}
+    assert all("lora_" in name or "sink" in name for name in trained) and trained
+
+
+def test_a_teacher_that_fails_leaves_the_model_as_it_was(monkeypatch):
+    model = with_adapters(make_model()).get_base_model()
+    before = model(input_ids=IDS).logits
+
+    def fail(*_, **__):
+        raise RuntimeError("no memory")
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="no memory"):
+        patch.setattr(model.model, "run_layers", fail)
+        teacher_states(model, IDS, DOCUMENTS)
+    assert torch.equal(model(input_ids=IDS).logits, before)
+
+
+def test_heads_of_layers_that_were_trained_with_windows_keep_them():
+    sizes = {"vocab_size": 37, "hidden_size": 24, "num_hidden_layers": 3, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 2, "head_dim": 6, "intermediate_size": 32}
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    stock = Gemma3ForCausalLM(Gemma3TextConfig(**sizes, layer_types=kinds, sliding_window=4))
+    plan = pod.SharingPlan([[None, None], [1, None], [None, None]])
+    model = pod.load_model(stock, plan=plan, num_sink_tokens=1, num_recent_tokens=3)
+    assert dense_lead(model.config, model.model.lead) == ((None, None), (1, 1), (None, None))
+    plain = pod.load_model(stock)
+    adapted = with_adapters(model).get_base_model()
+    found = teacher_states(adapted, IDS, DOCUMENTS)
+    torch.testing.assert_close(found, plain.model(input_ids=IDS, doc_ids=DOCUMENTS).last_hidden_state)
+
+
+def test_the_loss_of_a_model_has_parts_and_trains_adapters_and_constants():
+    module = LanguageModelLoss(with_adapters(make_model(sinks="constant")), distill=1.0)
+    assert module.parts == PARTS
+    sums = module(input_ids=IDS, labels=LABELS, doc_ids=DOCUMENTS)
+    assert sums[0] == sums[2] > 0.1 and sums[1] > sums[2]
+    sums[0].backward()
+    for name, parameter in module.named_parameters():
+        assert (parameter.grad is not None) == parameter.requires_grad, name
+    with torch.no_grad():
+        expected = LanguageModelLoss(module.model)(input_ids=IDS, labels=LABELS, doc_ids=DOCUMENTS)
+    torch.testing.assert_close(sums[1], expected[0])
+    # an evaluation asks no teacher
+    hidden = module(input_ids=IDS, labels=LABELS, doc_ids=DOCUMENTS, reader=lambda hidden, *_: hidden)
+    assert hidden.shape == (2, 23, 24)
+
+
+def test_a_model_that_is_its_own_teacher_stays_as_it_is():
+    adapted = add_lora(make_model(lead=None), SETTINGS)  # adapters that change nothing yet
+    module = LanguageModelLoss(adapted, distill=1.0)
+    sums = module(input_ids=IDS, labels=LABELS, doc_ids=DOCUMENTS)
+    sums[0].backward()
+    assert sums[2].abs() <= 1e-5
+    gradients = [one.grad.abs().max() for one in module.parameters() if one.grad is not None]
+    assert gradients and max(gradients) <= 1e-5
+
+
+def test_what_cannot_be_distilled_is_refused():
+    with pytest.raises(ValueError, match=r"distill is 0.5 with method=full, .* set method=lora"):
+        TrainRecipe(distill=0.5)
+    for config, line in (
+        (make_model(lead=None).config, r"distill is 0.5, but every head leads"),
+        (pod.PodConfig(layout="window", num_sink_tokens=0), r"distill is 0.5 with model.layout=window"),
+    ):
+        with pytest.raises(ValueError, match=line):
+            preflight.check_teacher(config, 0.5)
+        preflight.check_teacher(config, 0.0)
+    preflight.check_teacher(make_model().config, 0.5)
+
+
+def test_estimates_count_the_teacher():
+    model = make_model()
+    lead = model.config.sharing_plan.lead
+    args = TrainArgs(method="lora", sequence_parallel_size=2, loss_chunk_mib=1)
+    jobs = [
+        TrainingJob(Shapes.from_config(model.config), lead, changed, 4096, World(2, 2))
+        for changed in (args, dataclasses.replace(args, distill=1.0))
+    ]
+    for count in (rank_flops, all_to_all_bytes, weight_bytes):
+        plain, distilled = map(count, jobs)
+        assert 1.2 < distilled / plain < 1.6, count.__name__
+    plain, distilled = (max(parts.get("teacher", 0) for parts in moments(job)) for job in jobs)
+    assert plain == 0 and distilled == 4096 // 2 * 24 * 2 * (3 + 2)  # three copies in bfloat16, one in fp32
