@@ -206,6 +206,13 @@ def export(model: str) -> None:
         shutil.rmtree(checkpoints)
 
 
+def plan_file(model: str, row: Row) -> Path | None:
+    """The file of a row's plan; None = the row has none."""
+    name = row.plan if row.model is None else f"{row.model.parent.name}.json"
+    file = None if name is None else plans_of(model) / name
+    return file if file is not None and file.is_file() else None
+
+
 def restore(model: str) -> None:
     """Write the rows of the committed JSON as files of this run, so that they are not measured again.
 
@@ -213,7 +220,7 @@ def restore(model: str) -> None:
     """
     if not RESULT.is_file():
         return
-    plans = {row.name: plans_of(model) / row.plan for row in rows(model) if row.plan is not None}
+    plans = {row.name: plan for row in rows(model) if (plan := plan_file(model, row)) is not None}
     for found in read_json(RESULT)["models"].get(model, []):
         file, plan = kept_at(WORK / model / "rows", found["name"]), plans.get(found["name"])
         measured = (found["plan"] or {}).get("sha256")  # rows of old runs have none

@@ -65,6 +65,23 @@ def test_losses_and_gradients_are_those_of_the_definition(share, chunk_bytes):
     assert (gradient[~labelled] == 0).all()
 
 
+def test_16_bit_states_give_the_exact_divergence():
+    """Two models that differ by little: rounded logits would hide it."""
+    torch.manual_seed(3)
+    weight = (torch.randn(500, 64) / 8).bfloat16()
+    hidden = (4 * torch.randn(1, 40, 64)).bfloat16()
+    taught = (hidden + 0.1 * torch.randn_like(hidden)).bfloat16()
+    labels = torch.randint(500, (1, 40))
+    results = []
+    for kind in (torch.bfloat16, torch.float64):
+        states = hidden.to(kind).requires_grad_()
+        found = distilled_losses(states, weight.to(kind), taught.to(kind), labels, 1.0, 1 << 20)
+        results.append((found.double(), torch.autograd.grad(found[0], states)[0].double()))
+    (found, gradient), (expected, exact) = results
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert (gradient - exact).norm() <= 4e-3 * exact.norm()  # the gradient itself is rounded
+
+
 def test_a_row_without_labels_has_no_loss_and_no_gradient():
     hidden = torch.randn(1, 5, 8, requires_grad=True)
     found = distilled_losses(hidden, torch.randn(37, 8), hidden.detach(), torch.full((1, 5), -100), 0.5, 99)
@@ -156,6 +173,7 @@ def test_what_cannot_be_distilled_is_refused():
         TrainRecipe(distill=0.5)
     for config, line in (
         (make_model(lead=None).config, r"distill is 0.5, but every head leads"),
+        (pod.PodConfig(layer_windows=[4, None] * 16), r"distill is 0.5, but every head leads"),
         (pod.PodConfig(layout="window", num_sink_tokens=0), r"distill is 0.5 with model.layout=window"),
     ):
         with pytest.raises(ValueError, match=line):

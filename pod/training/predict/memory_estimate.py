@@ -319,8 +319,8 @@ class _Step:
         """The parts at the loss: all kept activations, and blocks of logits.
 
         A block and its gradient are held in float32, beside copies of both in `dtype`. Distillation holds the
-        teacher's hidden states, copies of both models' states of labelled tokens, and blocks of both models'
-        logits.
+        teacher's hidden states, copies of both models' states of labelled tokens, and six times half a block:
+        logits and probabilities of both models.
         """
         shapes, last = self.job.shapes, self.job.shapes.layers - 1
         block = min(self.job.args.loss_chunk_mib * MEBIBYTE, 4 * shapes.vocab * self.job.tokens)
@@ -330,7 +330,7 @@ class _Step:
             "activations": self.kept(last) + final,
             "teacher": teacher,
             "shared_qk": self.resting_shared_qk(last),
-            "logits": (2 if self.size == 4 else 3) * block,
+            "logits": (2 if self.size == 4 and not self.job.args.distill else 3) * block,
             "gradients": shapes.embedding_parameters * self.size if self.full else 0,
             "gathered": self.gathered(shapes.embedding_parameters, last, False),
         }

@@ -19,6 +19,7 @@ from pod.training.predict.attention_backend import attention_backend, refusals
 from pod.training.predict.layout_search import Machine, ParallelLayout
 from pod.training.predict.memory_estimate import TrainingJob, checkpoint_disk_bytes
 from pod.training.predict.shapes import Shapes
+from pod.training.run.distillation import dense_lead
 from pod.training.run.mesh import local_world_size
 from pod.units import GIB
 
@@ -84,10 +85,11 @@ def check_teacher(config: Any, distill: float) -> None:
         return
     if config.layout != "pod":
         raise ValueError(
-            f"train.distill is {distill:g} with model.layout={config.layout}, but only layout=pod keeps the "
-            "weights of the dense model: set distill=0"
+            f"train.distill is {distill:g} with model.layout={config.layout}, but only a model of layout=pod "
+            "has a dense teacher: set distill=0"
         )
-    if config.sharing_plan.is_dense:
+    lead = config.sharing_plan.lead
+    if lead == dense_lead(config, lead):
         raise ValueError(
             f"train.distill is {distill:g}, but every head leads, so the model would be its own teacher: "
             "make a plan with `pod explore`, or set distill=0"
