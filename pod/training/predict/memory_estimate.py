@@ -325,14 +325,18 @@ class _Step:
         shapes, last = self.job.shapes, self.job.shapes.layers - 1
         block = min(self.job.args.loss_chunk_mib * MEBIBYTE, 4 * shapes.vocab * self.job.tokens)
         final = self.hidden * (1 + self.wide) + self.norm(True, input_kept=True)
-        teacher = self.hidden * (3 + self.wide) if self.job.args.distill else 0
+        distills = self.job.args.distill > 0
+        teacher = self.hidden * (3 + self.wide) if distills else 0
+        weight = shapes.embedding_parameters
+        # In a small model, the embedding stays gathered from the teacher's forward on.
+        both = distills and not shapes.tied and 2 * shapes.parameters <= REUSE_ELEMENTS
         return {
             "activations": self.kept(last) + final,
             "teacher": teacher,
             "shared_qk": self.resting_shared_qk(last),
-            "logits": (2 if self.size == 4 and not self.job.args.distill else 3) * block,
-            "gradients": shapes.embedding_parameters * self.size if self.full else 0,
-            "gathered": self.gathered(shapes.embedding_parameters, last, False),
+            "logits": (2 if self.size == 4 and not distills else 3) * block,
+            "gradients": weight * self.size if self.full else 0,
+            "gathered": self.gathered(weight * (2 if both else 1), last, False),
         }
 
     def at_reduction(self) -> Parts:
