@@ -319,14 +319,14 @@ class _Step:
         """The parts at the loss: all kept activations, and blocks of logits.
 
         A block and its gradient are held in float32, beside copies of both in `dtype`. Distillation holds the
-        teacher's hidden states, copies of both models' states of labelled tokens, and six times half a block:
-        logits and probabilities of both models.
+        teacher's hidden states, the gradient of the student's in float32, and six times half a block: logits
+        and probabilities of both models.
         """
         shapes, last = self.job.shapes, self.job.shapes.layers - 1
         block = min(self.job.args.loss_chunk_mib * MEBIBYTE, 4 * shapes.vocab * self.job.tokens)
         final = self.hidden * (1 + self.wide) + self.norm(True, input_kept=True)
         distills = self.job.args.distill > 0
-        teacher = self.hidden * (3 + self.wide) if distills else 0
+        teacher = self.hidden * (1 + self.wide) if distills else 0
         weight = shapes.embedding_parameters
         # In a small model, the embedding stays gathered from the teacher's forward on.
         both = distills and not shapes.tied and 2 * shapes.parameters <= REUSE_ELEMENTS

@@ -111,11 +111,9 @@ def distilled_losses(
     """
     if weight.requires_grad:
         raise ValueError("distillation needs an output projection that is frozen, as under LoRA")
-    flat = labels.flatten()
-    rows = (flat != IGNORED_LABEL).nonzero().squeeze(-1)
     size = rows_in(chunk_bytes // 2, len(weight))
-    student, teacher = (states.flatten(0, 1)[rows] for states in (hidden, taught))
-    objective, others = _DistilledLosses.apply(student, teacher, weight, flat[rows], share, size)  # type: ignore
+    states = hidden.flatten(0, 1), taught.flatten(0, 1)
+    objective, others = _DistilledLosses.apply(*states, weight, labels.flatten(), share, size)  # type: ignore
     return torch.cat([objective[None], others])
 
 
@@ -135,7 +133,8 @@ def _exact_logits(states: Tensor, weight: Tensor) -> Tensor:
 class _DistilledLosses(torch.autograd.Function):
     """apply(student, teacher, weight, labels, share, size) → the objective, and the other two sums ``[2]``.
 
-    Args as in `distilled_losses`, for m tokens that all have labels: ``[m, hidden]``, ``[m]``.
+    Args as in `distilled_losses`, for m tokens: ``[m, hidden]``, ``[m]``. Tokens without a label are computed
+    and count nothing: to leave them out would wait for the device.
     """
 
     @staticmethod
@@ -146,14 +145,15 @@ class _DistilledLosses(torch.autograd.Function):
             part = slice(start, start + size)
             wanted = _exact_logits(teacher[part], weight).log_softmax(-1)
             own = _exact_logits(student[part], weight).log_softmax(-1)
-            targets = labels[part, None]
-            sums[0] -= own.gather(1, targets).sum()
+            counts = labels[part, None] != IGNORED_LABEL
+            targets = labels[part, None].clamp(min=0)
+            sums[0] -= (own.gather(1, targets) * counts).sum()
             chances = wanted.exp()
-            sums[1] += (wanted.sub_(own)).mul_(chances).sum()
+            sums[1] += (wanted.sub_(own).mul_(chances).sum(-1, keepdim=True) * counts).sum()
             # of the logits: softmax - (1 - a) · one-hot - a · the teacher's softmax
             change = own.exp_().sub_(chances.mul_(share))
             change.scatter_add_(1, targets, change.new_full(targets.shape, share - 1.0))
-            gradient[part] = change.to(weight.dtype) @ weight
+            gradient[part] = (change.to(weight.dtype) @ weight) * counts
         ctx.save_for_backward(gradient)
         ctx.dtype = student.dtype
         ctx.mark_non_differentiable(sums)
