@@ -8,10 +8,12 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 import pod
 from pod.training.args import TrainArgs, TrainRecipe
+from pod.training.observe.metrics import training_flops
 from pod.training.predict import preflight
 from pod.training.predict.memory_estimate import TrainingJob, World, moments
 from pod.training.predict.shapes import Shapes
 from pod.training.predict.step_time import all_to_all_bytes, rank_flops, weight_bytes
+from pod.training.run import loss
 from pod.training.run.distillation import PARTS, dense_lead, distilled_losses, teacher_states
 from pod.training.run.lora import add_lora, lora_settings
 from pod.training.run.loss import LanguageModelLoss
@@ -89,6 +91,18 @@ def test_a_row_without_labels_has_no_loss_and_no_gradient():
     assert (torch.autograd.grad(found[0], hidden)[0] == 0).all()
 
 
+def test_what_is_not_finite_where_there_is_no_label_does_no_harm():
+    torch.manual_seed(4)
+    hidden, taught = torch.randn(2, 1, 5, 8)
+    weight, labels = torch.randn(37, 8), torch.tensor([[3, -100, 4, -100, 5]])
+    expected = distilled_losses(hidden, weight, taught, labels, 0.5, 99)
+    hidden[0, 1], taught[0, 3] = float("nan"), float("inf")
+    hidden.requires_grad_()
+    found = distilled_losses(hidden, weight, taught, labels, 0.5, 99)
+    torch.testing.assert_close(found, expected)
+    assert torch.autograd.grad(found[0], hidden)[0].isfinite().all()
+
+
 def test_a_trained_output_projection_is_refused():
     weight = torch.nn.Parameter(torch.randn(37, 8))
     with pytest.raises(ValueError, match="needs an output projection that is frozen"):
@@ -142,7 +156,7 @@ def test_heads_of_layers_that_were_trained_with_windows_keep_them():
     torch.testing.assert_close(found, plain.model(input_ids=IDS, doc_ids=DOCUMENTS).last_hidden_state)
 
 
-def test_the_loss_of_a_model_has_parts_and_trains_adapters_and_constants():
+def test_the_loss_of_a_model_has_parts_and_trains_adapters_and_constants(monkeypatch):
     module = LanguageModelLoss(with_adapters(make_model(sinks="constant")), distill=1.0)
     assert module.parts == PARTS
     sums = module(input_ids=IDS, labels=LABELS, doc_ids=DOCUMENTS)
@@ -154,6 +168,7 @@ def test_the_loss_of_a_model_has_parts_and_trains_adapters_and_constants():
         expected = LanguageModelLoss(module.model)(input_ids=IDS, labels=LABELS, doc_ids=DOCUMENTS)
     torch.testing.assert_close(sums[1], expected[0])
     # an evaluation asks no teacher
+    monkeypatch.setattr(loss, "teacher_states", None)
     hidden = module(input_ids=IDS, labels=LABELS, doc_ids=DOCUMENTS, reader=lambda hidden, *_: hidden)
     assert hidden.shape == (2, 23, 24)
 
@@ -190,9 +205,16 @@ def test_estimates_count_the_teacher():
         TrainingJob(Shapes.from_config(model.config), lead, changed, 4096, World(2, 2))
         for changed in (args, dataclasses.replace(args, distill=1.0))
     ]
-    for count in (rank_flops, all_to_all_bytes, weight_bytes):
+    # forward, forward again and backward, and the teacher's forward; weights are gathered for two, and three
+    for count, passes in ((all_to_all_bytes, 3), (weight_bytes, 2)):
         plain, distilled = map(count, jobs)
-        assert 1.2 < distilled / plain < 1.6, count.__name__
+        assert distilled * passes == plain * (passes + 1), count.__name__
+    assert 1.2 < rank_flops(jobs[1]) / rank_flops(jobs[0]) < 1.6
+    plain, distilled = (training_flops(model.config, lead, job.args, [30, 11]) for job in jobs)
+    pairs = 2 * sum(n * (n + 1) // 2 for n in (30, 11))  # for logits and for values
+    shapes = jobs[0].shapes
+    attention = 3 * 4 * 2 * 6 * pairs  # layers, query heads, two operations, head_dim
+    assert distilled - plain == 2 * 41 * shapes.multiplied_weights(lead) + attention
     plain, distilled = (max(parts.get("teacher", 0) for parts in moments(job)) for job in jobs)
     states_and_gradient = 4096 // 2 * 24 * (2 + 4)  # tokens of a rank x hidden, in bfloat16 and in fp32
     assert (plain, distilled) == (0, states_and_gradient)

@@ -32,7 +32,7 @@ class Reads:
         self.places[f"{'pod' if last.filename.startswith(OURS) else 'deepspeed'}:{last.name}"] += 1
 
 
-def step(out: Path, stage: int) -> None:
+def step(out: Path, stage: int, distills: bool = False) -> None:
     """The third step, as the loop makes it."""
     from pod.training.run.mesh import stop_processes
 
@@ -42,7 +42,11 @@ def step(out: Path, stage: int) -> None:
         "dtype": "bfloat16",
         "max_steps": 9,
     }
-    trainer = make_trainer(out / f"stage{stage}", out / "data", settings)
+    name = f"stage{stage}"
+    if distills:
+        settings |= {"method": "lora", "distill": 0.5}
+        name += "_distilled"
+    trainer = make_trainer(out / name, out / "data", settings)
     for _ in range(2):
         trainer.step()
     reads = Reads()
@@ -53,15 +57,18 @@ def step(out: Path, stage: int) -> None:
     trainer.batches.close()
     if trainer.mesh.rank == 0:
         result = {"places": dict(reads.places)}
-        tiny.write_result(out, f"stage{stage}", result)
+        tiny.write_result(out, name, result)
     stop_processes()
 
 
 def main(out: Path) -> None:
+    import peft  # noqa: F401  imported once, before the ranks are forked
 
     tiny.make_data(out / "data")
     for stage in (1, 2, 3):
         tiny.run_ranks(2, step, out, stage)
+    for stage in (1, 3):
+        tiny.run_ranks(2, step, out, stage, True)
 
 
 if __name__ == "__main__":

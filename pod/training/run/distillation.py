@@ -104,7 +104,8 @@ def distilled_losses(
         weight: ``[V, hidden]``, the frozen output projection of both.
         labels: ``[B, n]``, already shifted; -100 = no label.
         share: a, from 0 to 1.
-        chunk_bytes: most bytes of logits that are held at a time, for both models together.
+        chunk_bytes: bytes of the logits of both models that are made at a time. With what is derived from
+            them, about three times as much is held.
 
     Raises:
         ValueError: the output projection is trained.
@@ -145,15 +146,16 @@ class _DistilledLosses(torch.autograd.Function):
             part = slice(start, start + size)
             wanted = _exact_logits(teacher[part], weight).log_softmax(-1)
             own = _exact_logits(student[part], weight).log_softmax(-1)
-            counts = labels[part, None] != IGNORED_LABEL
+            ignored = labels[part, None] == IGNORED_LABEL
             targets = labels[part, None].clamp(min=0)
-            sums[0] -= (own.gather(1, targets) * counts).sum()
+            sums[0] -= own.gather(1, targets).masked_fill_(ignored, 0).sum()
             chances = wanted.exp()
-            sums[1] += (wanted.sub_(own).mul_(chances).sum(-1, keepdim=True) * counts).sum()
+            sums[1] += wanted.sub_(own).mul_(chances).sum(-1, keepdim=True).masked_fill_(ignored, 0).sum()
             # of the logits: softmax - (1 - a) · one-hot - a · the teacher's softmax
             change = own.exp_().sub_(chances.mul_(share))
             change.scatter_add_(1, targets, change.new_full(targets.shape, share - 1.0))
-            gradient[part] = (change.to(weight.dtype) @ weight) * counts
+            gradient[part] = (change.to(weight.dtype) @ weight).masked_fill_(ignored, 0)
+            del wanted, own, chances, change  # before those of the next tokens are made
         ctx.save_for_backward(gradient)
         ctx.dtype = student.dtype
         ctx.mark_non_differentiable(sums)
