@@ -7,6 +7,7 @@ import torch
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 import pod
+from pod.modeling.model.sharing import dense_lead
 from pod.training.args import TrainArgs, TrainRecipe
 from pod.training.observe.metrics import training_flops
 from pod.training.predict import preflight
@@ -14,7 +15,7 @@ from pod.training.predict.memory_estimate import TrainingJob, World, moments
 from pod.training.predict.shapes import Shapes
 from pod.training.predict.step_time import all_to_all_bytes, rank_flops, weight_bytes
 from pod.training.run import loss
-from pod.training.run.distillation import PARTS, dense_lead, distilled_losses, teacher_states
+from pod.training.run.distillation import PARTS, distilled_losses, teacher_states
 from pod.training.run.lora import add_lora, lora_settings
 from pod.training.run.loss import LanguageModelLoss
 
@@ -149,7 +150,9 @@ def test_heads_of_layers_that_were_trained_with_windows_keep_them():
     stock = Gemma3ForCausalLM(Gemma3TextConfig(**sizes, layer_types=kinds, sliding_window=4))
     plan = pod.SharingPlan([[None, None], [1, None], [None, None]])
     model = pod.load_model(stock, plan=plan, num_sink_tokens=1, num_recent_tokens=3)
-    assert dense_lead(model.config, model.model.lead) == ((None, None), (1, 1), (None, None))
+    dense = ((None, None), (1, 1), (None, None))
+    assert dense_lead([2, 2, 2], model.config.trained_windows) == dense
+    assert Shapes.from_config(model.config).dense == dense
     plain = pod.load_model(stock)
     adapted = with_adapters(model).get_base_model()
     found = teacher_states(adapted, IDS, DOCUMENTS)

@@ -69,6 +69,8 @@ def test_a_run_that_is_fine_is_not_refused(tmp_path):
          "13 steps of 1 rows read the data's 12 rows 1.08 times: prepare more data"),
         ({"settings": {"tokens_per_step": 65}},
          "a multiple of the row length, 64 tokens: the nearest are 64, 128"),
+        ({"settings": {"method": "lora", "distill": 1.0}, "model": {"lead": None}},
+         "every head leads, so the model would be its own teacher"),
         ({"world_size": 4, "manifest": {"context_length": 3}},
          "1 rows of 3 tokens per step cannot be split over 4 ranks"),
     ],

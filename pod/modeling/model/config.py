@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
 
-from .sharing import Lead, SharingPlan, check_bits, kind_of_sinks
+from .sharing import Lead, SharingPlan, check_bits, dense_lead, kind_of_sinks
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 LAYOUTS = ("pod", "cla", "window")
@@ -253,6 +253,12 @@ class PodConfig(PreTrainedConfig):
         """The window that the layer was trained with, in tokens. None without one."""
         return None if self.layer_windows is None else self.layer_windows[layer_idx]
 
+    @property
+    def trained_windows(self) -> tuple[bool, ...]:
+        """For each layer, whether it was trained with a window."""
+        windows = self.layer_windows or [None] * self.num_hidden_layers
+        return tuple(window is not None for window in windows)
+
     def windows_of(self, layer_idx: int) -> tuple[int, int]:
         """How many first and last tokens those heads of the layer see that keep their windows.
 
@@ -282,8 +288,8 @@ class PodConfig(PreTrainedConfig):
         lead = None if self.lead is None else tuple(map(tuple, self.lead))
         bits = None if self.kv_bits is None else tuple(self.kv_bits)
         order = None if self.head_order is None else tuple(map(tuple, self.head_order))
-        heads, windows = self.num_key_value_heads, self.layer_windows or [None] * self.num_hidden_layers
-        are_windows = tuple(self.layout == "window" or window is not None for window in windows)
+        heads = self.num_key_value_heads
+        are_windows = tuple(self.layout == "window" or window for window in self.trained_windows)
         near, sinks = (self.num_sink_tokens, self.num_recent_tokens), self.sinks
         if self.layout == "cla":
             near, sinks = (None, None), None
@@ -316,7 +322,7 @@ def _plan(
 ) -> SharingPlan:
     """The plan, made and checked once for equal arguments. See ``PodConfig.sharing_plan``."""
     if lead is None:
-        lead = tuple((None if window else layer,) * heads for layer, window in enumerate(are_windows))
+        lead = dense_lead([heads] * len(are_windows), are_windows)
     return SharingPlan(
         lead=lead,
         bits=bits,

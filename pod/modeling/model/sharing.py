@@ -9,7 +9,7 @@ import json
 import math
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any
@@ -128,6 +128,19 @@ def roles_of(lead: Lead, layer: int) -> Roles:
     followed = [head for head in leads if head in goes_on]
     last = [head for head in followers if head not in goes_on]
     return Roles(*map(tuple, (leads, followers, followed, windows, last)))
+
+
+def dense_lead(widths: Iterable[int], are_windows: Iterable[bool]) -> Lead:
+    """The plan in which every head leads, or keeps its window where the whole layer does.
+
+    Example: two layers of 3 heads, the second one of windows, give (0, 0, 0), (None, None, None).
+
+    Args:
+        widths: number of KV heads of each layer.
+        are_windows: for each layer, whether all its heads keep windows.
+    """
+    layers = enumerate(zip(widths, are_windows, strict=True))
+    return tuple((None if is_window else layer,) * heads for layer, (heads, is_window) in layers)
 
 
 def is_followed(lead: Sequence[Sequence[int | None]], layer: int, head: int) -> bool:

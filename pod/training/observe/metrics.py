@@ -36,7 +36,6 @@ from pod.modeling.model.sharing import Lead
 from pod.training.args import TrainArgs
 from pod.training.predict.shapes import Shapes, causal_pairs, proximal_pairs
 from pod.training.predict.step_time import known_device, model_flops, teacher_flops
-from pod.training.run.distillation import dense_lead
 from pod.verbosity import is_quiet
 
 Values = dict[str, Any]
@@ -354,7 +353,7 @@ def training_flops(config: Any, lead: Lead, args: TrainArgs, lengths: Sequence[i
     shapes, attention = Shapes.from_config(config), attention_flops(config, lead, lengths)
     flops = model_flops(shapes, lead, args, sum(lengths), attention)
     if args.distill:
-        of_teacher = attention_flops(config, dense_lead(config, lead), lengths)
+        of_teacher = attention_flops(config, shapes.dense, lengths)
         flops += teacher_flops(shapes, lead, sum(lengths), of_teacher)
     return flops
 

@@ -13,13 +13,13 @@ import torch
 
 from pod import toolchain
 from pod.files import check_can_write
+from pod.modeling.model.sharing import dense_lead
 from pod.training.args import TrainArgs, TrainRecipe
 from pod.training.predict import layout_search
 from pod.training.predict.attention_backend import attention_backend, refusals
 from pod.training.predict.layout_search import Machine, ParallelLayout
 from pod.training.predict.memory_estimate import TrainingJob, checkpoint_disk_bytes
 from pod.training.predict.shapes import Shapes
-from pod.training.run.distillation import dense_lead
 from pod.training.run.mesh import local_world_size
 from pod.units import GIB
 
@@ -89,7 +89,7 @@ def check_teacher(config: Any, distill: float) -> None:
             "has a dense teacher: set distill=0"
         )
     lead = config.sharing_plan.lead
-    if lead == dense_lead(config, lead):
+    if lead == dense_lead(map(len, lead), config.trained_windows):
         raise ValueError(
             f"train.distill is {distill:g}, but every head leads, so the model would be its own teacher: "
             "make a plan with `pod explore`, or set distill=0"

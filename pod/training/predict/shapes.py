@@ -4,7 +4,7 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
-from pod.modeling.model.sharing import Lead
+from pod.modeling.model.sharing import Lead, dense_lead
 from pod.models import head_dim_of
 from pod.training.args import TrainArgs
 
@@ -30,6 +30,8 @@ class Shapes:
         idle: width of all experts of a layer that do not see a token; 0 without experts.
         attention_backend: `auto`, or the backend that the configuration names.
         sink_layers: number of layers with constant sinks, which stand for the first tokens.
+        dense: the plan by which a teacher reads (`train.distill`): every head leads, but those of layers that
+            were trained with windows.
     """
 
     hidden: int
@@ -46,6 +48,7 @@ class Shapes:
     idle: int = 0
     attention_backend: str = "auto"
     sink_layers: int = 0
+    dense: Lead = ()
 
     @classmethod
     def from_config(cls, config: Any) -> "Shapes":
@@ -69,6 +72,10 @@ class Shapes:
             attention_backend=getattr(config, "attention_backend", "auto"),
             silent_layers=silent_layers(config.sharing_plan.lead) if layout == "cla" else 0,
             sink_layers=len(getattr(config, "sink_layers", ())),  # other models than ours have none
+            dense=dense_lead(
+                [config.num_key_value_heads] * config.num_hidden_layers,
+                getattr(config, "trained_windows", [False] * config.num_hidden_layers),
+            ),
         )
 
     @property
@@ -167,11 +174,6 @@ class Shapes:
 def silent_layers(lead: Lead) -> int:
     """Number of layers that use the keys and values of another layer (cla)."""
     return sum(row[0] != layer for layer, row in enumerate(lead))
-
-
-def dense_rows(lead: Lead) -> Lead:
-    """A plan of the same size in which every head leads: how a teacher reads (`train.distill`)."""
-    return tuple((layer,) * len(row) for layer, row in enumerate(lead))
 
 
 def causal_pairs(length: int) -> int:

@@ -24,7 +24,7 @@ from typing import NamedTuple
 from pod.modeling.model.sharing import Lead
 from pod.training.args import TrainArgs
 from pod.training.predict.memory_estimate import BYTES, TrainingJob, World, pinned_tensors
-from pod.training.predict.shapes import Shapes, dense_rows, shared_qk_heads, silent_layers
+from pod.training.predict.shapes import Shapes, shared_qk_heads, silent_layers
 from pod.training.run.shared_qk import leads_that_end
 
 _GB = 1e9 / 2**30
@@ -236,7 +236,7 @@ def rank_flops(job: TrainingJob) -> float:
     layers = 2.0 * tokens * shapes.multiplied_weights(lead) - head
     again = 0.5 * attention
     if args.distill:
-        dense = dataclasses.replace(job, lead=dense_rows(lead))
+        dense = dataclasses.replace(job, lead=shapes.dense)
         again += teacher_flops(shapes, lead, tokens, rank_attention_flops(dense))
     else:
         again += head

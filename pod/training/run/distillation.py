@@ -19,8 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from pod.data.rows.loader import IGNORED_LABEL
-from pod.modeling.model.config import PodConfig
-from pod.modeling.model.sharing import Lead
+from pod.modeling.model.sharing import dense_lead
 from pod.modeling.token_scores import rows_in, wide_logits
 
 ROWS = 4096
@@ -62,32 +61,23 @@ def _without_adapters(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _dense(model: Any) -> Iterator[None]:
-    """Let every head of a model lead, on all ranks of a sequence-parallel group, and keep no activations."""
+    """Let every head of a model lead, on all ranks of a sequence-parallel group, and keep no activations.
+
+    Heads of layers that were trained with windows keep them.
+    """
     decoder, config = model.model, model.config
     checkpoints = decoder.gradient_checkpointing
     sharing = [one for one in (decoder, decoder.sequence_parallel) if one is not None]
     plans = [one.lead for one in sharing]
     decoder.gradient_checkpointing = False
     for one, lead in zip(sharing, plans, strict=True):
-        one.lead = dense_lead(config, lead)
+        one.lead = dense_lead(map(len, lead), config.trained_windows)
     try:
         yield
     finally:
         decoder.gradient_checkpointing = checkpoints
         for one, lead in zip(sharing, plans, strict=True):
             one.lead = lead
-
-
-def dense_lead(config: PodConfig, lead: Lead) -> Lead:
-    """A plan for the heads of ``lead``, in which every head leads.
-
-    Heads of layers that were trained with windows keep them.
-    """
-    trained_with_window = [config.window_of(layer) is not None for layer in range(len(lead))]
-    return tuple(
-        (None if has_window else layer,) * len(row)
-        for layer, (row, has_window) in enumerate(zip(lead, trained_with_window, strict=True))
-    )
 
 
 def distilled_losses(

@@ -51,11 +51,12 @@ class LossHead(nn.Module):
 
     Args:
         chunk_mib: most MiB of fp32 logits that are held at a time.
+        distill: as in `train.distill`; above 0 the weight must be frozen.
     """
 
-    def __init__(self, weight: nn.Parameter, chunk_mib: int = 256):
+    def __init__(self, weight: nn.Parameter, chunk_mib: int = 256, distill: float = 0.0):
         super().__init__()
-        self.weight = weight
+        self.weight, self.distill = weight, distill
         self.chunk_bytes = chunk_mib * MEBIBYTE
         self.vocab_size = weight.shape[0]
 
@@ -65,7 +66,6 @@ class LossHead(nn.Module):
         labels: Tensor,
         reader: HiddenReader | None = None,
         taught: Tensor | None = None,
-        distill: float = 0.0,
     ) -> Any:
         """The sum of the losses, [1] in fp32; with a reader, what it returns.
 
@@ -73,12 +73,11 @@ class LossHead(nn.Module):
             hidden: [B, n, hidden].
             labels: [B, n], already shifted; -100 = no label.
             taught: the teacher's hidden states, like `hidden`; `distilled_losses` are returned then.
-            distill: as in `train.distill`.
         """
         if reader is not None:
             return reader(hidden, self.weight, labels)
         if taught is not None:
-            return distilled_losses(hidden, self.weight, taught, labels, distill, self.chunk_bytes)
+            return distilled_losses(hidden, self.weight, taught, labels, self.distill, self.chunk_bytes)
         rows = max(1, min(labels.numel(), self.chunk_bytes // (4 * self.vocab_size)))
         return bridge.linear_cross_entropy(hidden, self.weight, labels, IGNORED_LABEL, rows).reshape(1)
 
@@ -99,9 +98,9 @@ class LanguageModelLoss(nn.Module):
 
     def __init__(self, model: Any, chunk_mib: int = 256, distill: float = 0.0):
         super().__init__()
-        self.model, self.distill = model, distill
+        self.model = model
         self.parts = PARTS if distill else ("loss",)
-        self.loss_head = LossHead(self._causal_model.lm_head.weight, chunk_mib)
+        self.loss_head = LossHead(self._causal_model.lm_head.weight, chunk_mib, distill)
 
     @property
     def _causal_model(self) -> Any:
@@ -117,7 +116,7 @@ class LanguageModelLoss(nn.Module):
             doc_ids: the whole rows, [B, n].
         """
         taught = None
-        if self.distill and reader is None:  # first, while no activations are kept
+        if self.loss_head.distill and reader is None:  # first, while no activations are kept
             taught = teacher_states(self._causal_model, input_ids, doc_ids)
         hidden = self._causal_model.model(input_ids=input_ids, doc_ids=doc_ids).last_hidden_state
-        return self.loss_head(hidden, labels, reader=reader, taught=taught, distill=self.distill)
+        return self.loss_head(hidden, labels, reader=reader, taught=taught)
