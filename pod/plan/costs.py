@@ -30,8 +30,9 @@ for a number far back (``needles.py``, `measure_retrieval`), the others on rando
 All are in nats, so their sum needs a weight and no scale.
 
 L counts the layers that were trained to see every token. Other layers keep their windows under every plan.
-Beside the model, measuring holds what `held_activations` counts, and, where heads may follow, the distant
-attention rows of the sampled queries of all layers: ``4 · L · Hq · q · n`` bytes.
+Beside the model, measuring holds what `held_activations` counts. Where heads may follow, it also holds the
+distant attention rows of the sampled queries of all layers, ``4 · L · Hq · q · n`` bytes, and the residual
+streams of the few texts on which query heads are matched.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -122,28 +123,19 @@ def total_costs(tensors: Mapping[str, Tensor], retrieval_weight: float) -> dict[
 
 
 @torch.no_grad()
-def measure_costs(
-    model: PodForCausalLM,
-    input_ids: Tensor,
-    num_queries: int,
-    order: Tensor | None,
-    sinks: Sequence[Sink] | None = None,
-) -> dict[str, Tensor]:
-    """Measure the cost of every role of every pair on one sequence ``[1, n]``, in nats per token.
+def measure_costs(model: PodForCausalLM, reading: "Reading", order: Tensor | None) -> dict[str, Tensor]:
+    """Measure the cost of every role of every pair on one text, in nats per token.
 
     Args:
-        model: dense, with the windows of the plan to come (``num_sink_tokens``, ``num_recent_tokens``).
-        num_queries: q, at most ``n - n_s - n_r``.
+        model: the one that read the text.
         order: ``[L, L, H, H, G]``, see `match_query_heads`. None = no head may follow, and FOLLOWER_COSTS are
             left out.
-        sinks: constants that join each layer's windows; None = windows have none.
 
     Returns:
         Costs up to 1000, fp64 on the CPU, in the shapes of `cost_shapes`.
 
     Raises:
-        ValueError: a model with a plan, a sequence without enough distant tokens, or outputs that are not
-            finite.
+        ValueError: an order of another shape, or outputs that are not finite.
     """
     heads, groups = model.config.num_key_value_heads, model.config.num_key_value_groups
     shapes = cost_shapes(len(planned_layers(model.config)), heads, order is not None)
@@ -151,7 +143,6 @@ def measure_costs(
         sizes = {"L": shapes["lead4"][0], "H": heads, "G": groups}
         check_array("order", order, "L L H H G", sizes)
         order = order.argsort(-1)  # [.., g]: the lead's query head that serves query head g of the follower
-    reading = _Reading.of(model, input_ids, num_queries, sinks)
     costs = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in shapes.items()}
     costs["windows"] = window_costs(reading.changes)
     head = torch.arange(heads)[:, None]
@@ -184,7 +175,9 @@ def window_costs(changes: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def measure_retrieval(model: PodForCausalLM, prompt: Prompt, sinks: Sequence[Sink] | None = None) -> Tensor:
+def measure_retrieval(
+    model: PodForCausalLM, prompt: Prompt, sinks: Sequence[Sink] | None = None, dense: Tensor | None = None
+) -> Tensor:
     """What windows cost on one prompt, in nats per token of its answers.
 
     Near the dense model the answers hardly change, and where every head has a window nothing is left of them.
@@ -198,20 +191,25 @@ def measure_retrieval(model: PodForCausalLM, prompt: Prompt, sinks: Sequence[Sin
 
     Args:
         sinks: constants that join each layer's windows; None = windows have none.
+        dense: ``[a, hidden]``, final hidden states of the dense model in front of the answers; None = they
+            are computed.
 
     Returns:
         ``[L, H]``, from 0 to 1000, fp64 on the CPU.
     """
-    _, slopes = measure_under(model, prompt.input_ids, prompt.answers, SHARE, sinks)
+    _, slopes = measure_under(model, prompt.input_ids, prompt.answers, SHARE, sinks, dense=dense)
     assert slopes is not None, "they are wanted"
     return (slopes / (2 * SHARE)).clamp_(0.0, MAX_COST)
 
 
 @torch.no_grad()
-def measure_query_head_errors(model: PodForCausalLM, input_ids: Tensor, num_queries: int) -> Tensor:
+def measure_query_head_errors(model: PodForCausalLM, reading: "Reading") -> Tensor:
     """What it costs one query head to take the distant logits of a query head of a lower layer.
 
     The other query heads of its KV head stay dense.
+
+    Args:
+        model: the one that read the text.
 
     Returns:
         ``[L, L, Hq, Hq]`` = [lead layer, layer, query head of the lead layer, query head of the layer], from
@@ -220,7 +218,7 @@ def measure_query_head_errors(model: PodForCausalLM, input_ids: Tensor, num_quer
     layers, query_heads = len(planned_layers(model.config)), model.config.num_attention_heads
     found = torch.zeros(layers, layers, query_heads, query_heads, dtype=torch.float64)
     groups, d = model.config.num_key_value_groups, model.config.head_dim
-    for layer, own, lower in _Reading.of(model, input_ids, num_queries).layers(model):
+    for layer, own, lower in reading.layers(model):
         blocks = own.metric.unflatten(2, (groups, d)).unflatten(1, (groups, d))
         of_query_heads = blocks.diagonal(dim1=1, dim2=3).movedim(-1, 1)  # [H, G, d, d]
         for lead, rows in enumerate(lower):
@@ -268,8 +266,8 @@ class _AttentionRows(NamedTuple):
     lse: Tensor
 
 
-class _Reading(NamedTuple):
-    """One text that was read, and how its loss depends on what the heads put out.
+class Reading(NamedTuple):
+    """One text that a dense model has read, and how its loss depends on what the heads put out.
 
     Attributes:
         text: what the model read.
@@ -285,14 +283,24 @@ class _Reading(NamedTuple):
     changes: Tensor
 
     @classmethod
+    @torch.no_grad()
     def of(
         cls,
         model: PodForCausalLM,
         input_ids: Tensor,
         num_queries: int,
         sinks: Sequence[Sink] | None = None,
-    ) -> "_Reading":
-        """Read one sequence ``[1, n]``; arguments as those of `measure_costs`."""
+    ) -> "Reading":
+        """Read one sequence ``[1, n]``.
+
+        Args:
+            model: dense, with the windows of the plan to come (``num_sink_tokens``, ``num_recent_tokens``).
+            num_queries: q, at most ``n - n_s - n_r``.
+            sinks: constants that join each layer's windows; None = windows have none.
+
+        Raises:
+            ValueError: a model with a plan, or a sequence without enough distant tokens.
+        """
         config = model.config
         n, windows = input_ids.shape[1], (config.num_sink_tokens, config.num_recent_tokens)
         sample = sample_queries(n, num_queries, *windows).to(input_ids.device)
@@ -310,6 +318,11 @@ class _Reading(NamedTuple):
             model, input_ids, Windows(Visibility(*windows), sinks), gradient_of_draws, receive
         )
         return cls(text, sample, metrics[::-1], torch.stack(changes[::-1]))
+
+    @torch.no_grad()
+    def final_states(self, model: PodForCausalLM) -> Tensor:
+        """The final hidden states, ``[n, hidden]``."""
+        return model.model.after_layers(self.text.streams[-1])[0]
 
     def layers(self, model: PodForCausalLM) -> Iterator[tuple[int, "_Layer", list[_AttentionRows]]]:
         """For each planned layer, yield its index among these, its sampled queries, and lower layers.

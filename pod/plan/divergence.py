@@ -73,6 +73,29 @@ def dense_states(model: PodForCausalLM, input_ids: Tensor, at: Tensor) -> Tensor
     return hidden[at.to(hidden.device)]
 
 
+class DenseStates:
+    """Final hidden states of one dense model, on the CPU. A text that was read is not read again."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[bytes, bytes], Tensor] = {}
+
+    def of(self, model: PodForCausalLM, input_ids: Tensor, at: Tensor) -> Tensor:
+        """What `dense_states` gives for tokens ``[n]`` and positions ``[a]``."""
+        key = _bytes(input_ids), _bytes(at)
+        if key not in self._known:
+            self._known[key] = dense_states(model, input_ids, at).cpu()
+        return self._known[key]
+
+    def keep(self, input_ids: Tensor, states: Tensor) -> None:
+        """Keep the states ``[n, hidden]`` at all positions of tokens ``[n]``, which were found elsewhere."""
+        self._known[_bytes(input_ids), _bytes(torch.arange(len(input_ids)))] = states.cpu()
+
+
+def _bytes(numbers: Tensor) -> bytes:
+    """Integers as bytes, for a key."""
+    return numbers.long().cpu().numpy().tobytes()
+
+
 class Divergence:
     """The mean divergence ``KL(dense ‖ model)`` over some positions: an objective of `read_with_gradients`.
 

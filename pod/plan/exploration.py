@@ -3,7 +3,7 @@
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,6 +22,7 @@ from pod.modeling.placement import ROOM, free_bytes, share_of_rank
 from pod.models import resolve_model
 from pod.plan.args import ExploreArgs
 from pod.plan.costs import cost_shapes
+from pod.plan.divergence import DenseStates
 from pod.plan.engines import window_counts
 from pod.plan.gradients import held_activations
 from pod.plan.recording import planned_layers, sample_queries
@@ -32,7 +33,7 @@ from pod.training.run.mesh import planned_world_size
 
 REPEATED_SEQUENCES = 2  # most sequences of repeated tokens
 CALIBRATION_SEQUENCES = 8  # most sequences of text on which constant sinks are calibrated
-ROUND_SEQUENCES = 8  # most sequences of text on which windows are measured under the plan
+ROUND_SEQUENCES = 2  # most sequences of text on which windows are measured under the plan
 LOSS_PROMPTS = 4  # prompts on which the loss of a plan is measured
 MATCHING_SEQUENCES = 1  # of text, and as many repeated ones, on which query heads are matched
 C = TypeVar("C", bound=Curve)
@@ -85,6 +86,7 @@ class Exploration:
         prepared: folder of prepared data; its held-out text is measured where explore.sources names no other
             text.
         sinks: what stands for the first tokens in windows, see `sinks_of`.
+        dense: final hidden states of the model, where costs or rounds have read it.
     """
 
     folder: Path
@@ -94,6 +96,7 @@ class Exploration:
     explore: ExploreArgs
     prepared: Path
     sinks: str = "tokens"
+    dense: DenseStates = field(init=False, default_factory=DenseStates, compare=False, repr=False)
 
     @classmethod
     def of(cls, recipe: Any) -> "Exploration":
@@ -330,6 +333,7 @@ def describe_cost(config: Any, explore: ExploreArgs, sinks: str = "tokens", item
         return f"retrieval heads: one forward pass over {explore.head_repeats} x {num_tokens} = {n} tokens"
     layers, heads = len(planned_layers(config)), config.num_attention_heads
     n, q, count = explore.sequence_length, explore.num_queries, explore.num_sequences
+    streams = 0
     passes = "one forward pass" if explore.cost == "similarity" else "one forward and one backward pass"
     what = f"{explore.cost}: {passes} over {count} x {n} = {count * n} tokens"
     if explore.cost == "nats":
@@ -338,11 +342,13 @@ def describe_cost(config: Any, explore: ExploreArgs, sinks: str = "tokens", item
         if explore.retrieval_sequences and has_windows:
             what += f" and {explore.retrieval_sequences} prompts (which are read once more)"
         repeated = min(REPEATED_SEQUENCES, explore.retrieval_sequences)
-        if "follow" in (explore.roles or []) or 4 in explore.bits:
+        follows = "follow" in (explore.roles or [])
+        if follows or 4 in explore.bits:
             what += f", {repeated} x {n} repeated tokens"
-        if "follow" in (explore.roles or []):
+        if follows:
             matching = min(repeated, MATCHING_SEQUENCES) + min(count, MATCHING_SEQUENCES)
-            what += f", the same over {matching} sequences to match heads"
+            streams = matching * (config.num_hidden_layers + 1)  # which are held until they are needed again
+            what += f" ({matching} of these sequences also match heads)"
         if explore.rounds and has_windows:
             read = f"{min(count, ROUND_SEQUENCES)} sequences and {explore.retrieval_sequences} prompts"
             rounds = "a round" if explore.rounds == 1 else f"{explore.rounds} rounds"
@@ -357,5 +363,6 @@ def describe_cost(config: Any, explore: ExploreArgs, sinks: str = "tokens", item
     rows = f"{size:.0f} MB of attention rows ({layers} layers x {heads} heads x {q} x {n} fp32)"
     memory = f"memory per rank: the model, {rows}"
     if explore.cost == "nats":
-        memory += f", {held_activations(config, n, itemsize) / 1e6:,.0f} MB of activations"
+        activations = held_activations(config, n, itemsize) + streams * n * config.hidden_size * itemsize
+        memory += f", {activations / 1e6:,.0f} MB of activations"
     return f"{what}, divided among the ranks\n{memory}"

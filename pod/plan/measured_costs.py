@@ -37,6 +37,7 @@ from pod.plan.checks import check_array, check_groups
 from pod.plan.costs import (
     FOLLOWER_COSTS,
     RETRIEVAL,
+    Reading,
     cost_shapes,
     match_query_heads,
     measure_costs,
@@ -48,6 +49,7 @@ from pod.plan.exploration import (
     LOSS_PROMPTS,
     MATCHING_SEQUENCES,
     REPEATED_SEQUENCES,
+    ROUND_SEQUENCES,
     Exploration,
 )
 from pod.plan.needles import Prompt, needle_prompts
@@ -330,24 +332,37 @@ def _measure_costs(
     shapes = cost_shapes(layers, config.num_key_value_heads, followers)
     tensors: dict[str, Tensor] = {}
     order, sinks = None, None
-    if followers:
-        few = [*sequences[:MATCHING_SEQUENCES], *repeated[:MATCHING_SEQUENCES]]
-        shape = layers, layers, heads, heads
-
-        def errors_of(ids: Tensor) -> Tensor:
-            return measure_query_head_errors(model, ids[None].to(model.device), queries)
-
-        errors = mean("query heads", errors_of, shape, few)
-        order = tensors["order"] = match_query_heads(errors, config.num_key_value_heads)
     if exploration.sinks == "constant":
         some = sequences[:CALIBRATION_SEQUENCES]
         sinks = from_rank_0(lambda: find_sinks(model, some, queries))
         tensors["sink_logits"] = torch.stack([sink.logits for sink in sinks])
         tensors["sink_values"] = torch.stack([sink.values for sink in sinks])
+    again: dict[int, Reading] = {}  # texts that will be needed once more
+    of_rounds = sequences[:ROUND_SEQUENCES] if exploration.explore.rounds else []
+
+    def read(ids: Tensor) -> Reading:
+        """Read a text, or take what was read of it."""
+        found = again.pop(id(ids), None)
+        if found is None:
+            found = Reading.of(model, ids[None].to(model.device), queries, sinks)
+            if any(ids is text for text in of_rounds):
+                exploration.dense.keep(ids, found.final_states(model))
+        return found
+
+    if followers:
+        few = [*sequences[:MATCHING_SEQUENCES], *repeated[:MATCHING_SEQUENCES]]
+        shape = layers, layers, heads, heads
+
+        def errors_of(ids: Tensor) -> Tensor:
+            again[id(ids)] = read(ids)
+            return measure_query_head_errors(model, again[id(ids)])
+
+        errors = mean("query heads", errors_of, shape, few)
+        order = tensors["order"] = match_query_heads(errors, config.num_key_value_heads)
     sizes = [math.prod(shape) for shape in shapes.values()]
 
     def flat(ids: Tensor) -> Tensor:
-        found = measure_costs(model, ids[None].to(model.device), queries, order, sinks)
+        found = measure_costs(model, read(ids), order)
         return torch.cat([found[name].flatten() for name in shapes])
 
     for name, ending, texts in (("text", "", sequences), ("repeated", RETRIEVAL, repeated)):
@@ -359,7 +374,12 @@ def _measure_costs(
                 tensors[role + ending] = part.view(shape)
     if prompts:
         pairs = layers, config.num_key_value_heads
-        alone = mean("retrieval", lambda one: measure_retrieval(model, one, sinks), pairs, prompts)
+
+        def retrieval_of(prompt: Prompt) -> Tensor:
+            dense = exploration.dense.of(model, prompt.input_ids, prompt.answers)
+            return measure_retrieval(model, prompt, sinks, dense)
+
+        alone = mean("retrieval", retrieval_of, pairs, prompts)
         tensors["windows" + RETRIEVAL] = alone.flatten().diag().view(shapes["windows"])
     return tensors
 

@@ -36,7 +36,7 @@ from pod.modeling.model.llama import PodForCausalLM
 from pod.modeling.model.sharing import SharingPlan
 from pod.plan.calibration import measured_sinks
 from pod.plan.costs import MAX_COST, total_costs
-from pod.plan.divergence import dense_states, measure_under
+from pod.plan.divergence import measure_under
 from pod.plan.exploration import ROUND_SEQUENCES, Exploration, at_granularity
 from pod.plan.measured_costs import MeasuredCosts, measure_mean, needle_prompts_of
 from pod.plan.needles import Prompt
@@ -182,7 +182,6 @@ class _Bench:
         exploration: what is explored.
         costs: of the roles, which also have the constant sinks.
         kv_order, lead4: see `improve`.
-        dense: final hidden states of the dense model on the CPU, by the identity of a text or prompt.
     """
 
     def __init__(
@@ -194,7 +193,6 @@ class _Bench:
     ):
         self.exploration, self.costs, self.kv_order, self.lead4 = exploration, costs, kv_order, lead4
         self.sinks = measured_sinks(costs.tensors)
-        self.dense: dict[int, Tensor] = {}
 
     @cached_property
     def model(self) -> PodForCausalLM:
@@ -267,9 +265,7 @@ class _Bench:
         """The divergence of one text or prompt ``[1]``, with the slopes behind it where they are wanted."""
         is_prompt = isinstance(text, Prompt)
         input_ids, at = text if isinstance(text, Prompt) else (text, torch.arange(len(text)))
-        if id(text) not in self.dense:
-            self.dense[id(text)] = dense_states(self.model, input_ids, at).cpu()
-        dense = self.dense[id(text)]
+        dense = self.exploration.dense.of(self.model, input_ids, at)
         found, slopes = measure_under(self.model, input_ids, at, windows, self.sinks, with_slopes, dense)
         value = torch.tensor([found], dtype=torch.float64)
         if slopes is None:

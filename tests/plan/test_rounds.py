@@ -12,8 +12,9 @@ from plan_models import log_probabilities, make_model, sinks_at_random
 import pod
 from pod.commands import explore
 from pod.modeling.model.sharing import SharingPlan
-from pod.plan import rounds
-from pod.plan.choose import choose
+from pod.plan import divergence, rounds
+from pod.plan.choose import choose, find_plan
+from pod.plan.costs import Reading
 from pod.plan.divergence import measure_under
 from pod.plan.exploration import Exploration
 from pod.plan.measured_costs import COSTS_NAME, MeasuredCosts, find_costs
@@ -87,7 +88,8 @@ def measured_by_models(exploration, plan):
     texts = exploration.read()
     prompts = rounds.needle_prompts_of(exploration, dense.config, texts)
     found = []
-    for kind in ([(text, torch.arange(len(text))) for text in texts], prompts):
+    few = texts[: rounds.ROUND_SEQUENCES]
+    for kind in ([(text, torch.arange(len(text))) for text in few], prompts):
         values = []
         for ids, at in kind:
             wanted, own = (
@@ -240,7 +242,35 @@ def test_an_interrupted_round_goes_on(overrides, monkeypatch):
     assert not file.exists()
     again = rounds._Bench(exploration, costs).measure(plan, with_slopes=True)
     assert again.cost == whole.cost and np.array_equal(again.slopes, whole.slopes)
-    assert len(calls) == 3 + 1 + 2, "three texts and two prompts, of which three were kept"
+    assert len(calls) == 3 + 1 + 1, "two texts and two prompts, of which three were kept"
+
+
+def test_every_text_is_read_once_without_windows(overrides, monkeypatch):
+    """Costs, the match of query heads, and rounds share what the dense model gives for a text."""
+    exploration = Exploration.of(load_recipe(None, [*overrides, "explore.rounds=1"]))
+    read, dense = [], []
+    of, states = Reading.of, divergence.dense_states
+
+    def count_reading(model, input_ids, *others):
+        read.append(tuple(input_ids[0].tolist()))
+        return of(model, input_ids, *others)
+
+    def count_dense(model, input_ids, at):
+        dense.append(tuple(input_ids.tolist()))
+        return states(model, input_ids, at)
+
+    monkeypatch.setattr(Reading, "of", count_reading)
+    monkeypatch.setattr(divergence, "dense_states", count_dense)
+    choice = find_plan(exploration)
+    assert choice.plan.provenance["rounds"], "windows were measured under the plan"
+    texts = [tuple(text.tolist()) for text in exploration.read()]
+    assert len(read) == len(set(read)) == len(texts) + 2, "two sequences of repeated tokens"
+    assert len(dense) == len(set(dense)) == exploration.explore.retrieval_sequences
+    assert not set(dense) & set(texts)
+    ids = exploration.read()[0]
+    at = torch.arange(len(ids))
+    model = exploration.load_model()
+    torch.testing.assert_close(exploration.dense.of(model, ids, at), states(model, ids, at))
 
 
 def test_without_prompts_the_summary_names_none(overrides, capsys):
