@@ -39,6 +39,18 @@ def test_scores_of_16_bits_are_fp32():
     assert torch.equal(scores.logprobs, hidden.float().log_softmax(-1)[..., 0])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("outputs", [11, 5000])
+@torch.no_grad()
+def test_logits_of_16_bit_numbers_are_not_rounded(dtype, outputs):
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(3, 64, generator=generator).to(dtype)
+    weight = torch.nn.Parameter(torch.randn(outputs, 64, generator=generator).to(dtype))
+    logits = wide_logits(hidden, weight)
+    assert logits.dtype == torch.float32
+    torch.testing.assert_close(logits.double(), hidden.double() @ weight.double().T, rtol=1e-5, atol=1e-5)
+
+
 def test_rows_of_logits_that_fit_into_bytes():
     assert rows_in(4 * 11 * 3, 11) == 3
     assert rows_in(4 * 11 * 3 - 1, 11) == 2

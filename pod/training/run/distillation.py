@@ -22,8 +22,6 @@ from pod.data.rows.loader import IGNORED_LABEL
 from pod.modeling.model.sharing import dense_lead
 from pod.modeling.token_scores import rows_in, wide_logits
 
-ROWS = 4096
-"""Rows of the output projection that are converted to fp32 at a time, on CPUs."""
 PARTS = ("objective", "loss", "divergence")
 """What is known of a step: the loss that is trained, the cross entropy, and the divergence."""
 
@@ -86,8 +84,7 @@ def distilled_losses(
     """Sums over the labelled tokens, ``[3]`` in fp32, by the names of `PARTS`. Only the first is trained.
 
     Some tokens are worked through at a time. Their gradients are made with their losses, so logits are
-    computed once. Logits are exact in fp32, also where a CPU would round those of 16-bit numbers. With
-    rounded logits, a divergence of 0.004 nats had a gradient that was wrong by a third.
+    computed once.
 
     Args:
         hidden, taught: ``[B, n, hidden]``, last hidden states of the student and of the teacher.
@@ -108,19 +105,6 @@ def distilled_losses(
     return torch.cat([objective[None], others])
 
 
-def _exact_logits(states: Tensor, weight: Tensor) -> Tensor:
-    """Logits ``[m, V]`` of states ``[m, hidden]``, in at least fp32 and nowhere rounded to 16 bits."""
-    kind = torch.promote_types(states.dtype, torch.float32)
-    if states.is_cuda or states.dtype == kind:
-        return wide_logits(states, weight)
-    logits = states.new_empty(len(states), len(weight), dtype=kind)
-    wide = states.to(kind)
-    # a copy of the whole weight in fp32 would be as large as a block of logits
-    for columns, rows in zip(logits.split(ROWS, dim=1), weight.split(ROWS), strict=True):
-        torch.mm(wide, rows.to(kind).t(), out=columns)
-    return logits
-
-
 class _DistilledLosses(torch.autograd.Function):
     """apply(student, teacher, weight, labels, share, size) → the objective, and the other two sums ``[2]``.
 
@@ -134,8 +118,8 @@ class _DistilledLosses(torch.autograd.Function):
         sums = gradient.new_zeros(2)
         for start in range(0, len(labels), size):
             part = slice(start, start + size)
-            wanted = _exact_logits(teacher[part], weight).log_softmax(-1)
-            own = _exact_logits(student[part], weight).log_softmax(-1)
+            wanted = wide_logits(teacher[part], weight).log_softmax(-1)
+            own = wide_logits(student[part], weight).log_softmax(-1)
             ignored = labels[part, None] == IGNORED_LABEL
             targets = labels[part, None].clamp(min=0)
             sums[0] -= own.gather(1, targets).masked_fill_(ignored, 0).sum()
