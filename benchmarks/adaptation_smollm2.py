@@ -49,6 +49,8 @@ TRAIN: dict[str, Any] = {
     "keep_last": 1,
 }
 FULL: dict[str, Any] = {"method": "full", "learning_rate": 5e-5}
+DISTILLED: dict[str, Any] = {"distill": 1.0}
+"""Such a row is compared with the dense model as it is: distilled alike, that one would not change."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,8 @@ def rows() -> list[Row]:
         Row("sharing_35", "sharing_35"),
         Row("dense-full", None, FULL),
         Row("roles_50-full", "roles_50", FULL),
+        Row("narrow_80-distilled", "narrow_80", DISTILLED),
+        Row("narrow_85-distilled", "narrow_85", DISTILLED),
     ]
 
 

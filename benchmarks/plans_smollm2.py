@@ -22,7 +22,7 @@ runs/plans_smollm2/, so that an interrupted run goes on where it stopped. Perple
 of TEXTS held-out texts, decoded one by one from the compressed cache; the ratio to dense has a 95 % interval
 over texts (paired, Student's t). Passkeys: the text is read and compressed first, then asked. Nothing is
 trained but what adaptation_smollm2.py exported: those models are rows too, and their ratio is to the dense
-model that was trained on the same tokens.
+model that was trained on the same tokens. That of distilled models is to the dense model as it is.
 """
 
 import argparse
@@ -167,7 +167,8 @@ def assemble(name: str) -> None:
     trained = dense.get("adapted dense", dense["dense"])
     lines = table_head(SIZES)
     for x in measured:
-        start = trained if x["name"].startswith("adapted") else dense["dense"]
+        is_trained = x["name"].startswith("adapted") and not x["name"].endswith("-distilled")
+        start = trained if is_trained else dense["dense"]
         lines.append(table_line(x, start))
     lines += [f"\n{x['name']}: {x['refused']}" for x in found if "refused" in x]
     lines.append(

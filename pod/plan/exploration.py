@@ -1,6 +1,7 @@
 """From a recipe's settings to what is measured: on which text, with which model, for which saving."""
 
 import gc
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -33,12 +34,17 @@ from pod.training.run.mesh import planned_world_size
 
 REPEATED_SEQUENCES = 2  # most sequences of repeated tokens
 CALIBRATION_SEQUENCES = 8  # most sequences of text on which constant sinks are calibrated
-ROUND_SEQUENCES = 2  # most sequences of text on which windows are measured under the plan
+ROUND_SEQUENCES = 8  # most sequences of text on which windows are measured under the plan
 LOSS_PROMPTS = 4  # prompts on which the loss of a plan is measured
 MATCHING_SEQUENCES = 1  # of text, and as many repeated ones, on which query heads are matched
 C = TypeVar("C", bound=Curve)
 POSITIONS = ("rope", "max_position_embeddings")
 """Fields of section `model` that change which positions the model can read."""
+
+
+def texts_of_rounds(count: int) -> int:
+    """On how many of the texts a round measures windows: on the first half, at most `ROUND_SEQUENCES`."""
+    return min(ROUND_SEQUENCES, math.ceil(count / 2))
 
 
 def windows_of(recipe: Any) -> dict[str, int]:
@@ -350,7 +356,7 @@ def describe_cost(config: Any, explore: ExploreArgs, sinks: str = "tokens", item
             streams = matching * (config.num_hidden_layers + 1)  # which are held until they are needed again
             what += f" ({matching} of these sequences also match heads)"
         if explore.rounds and has_windows:
-            read = f"{min(count, ROUND_SEQUENCES)} sequences and {explore.retrieval_sequences} prompts"
+            read = f"{texts_of_rounds(count)} sequences and {explore.retrieval_sequences} prompts"
             rounds = "a round" if explore.rounds == 1 else f"{explore.rounds} rounds"
             what += f", {rounds} of one backward and two or more forward passes over {read}"
         answers = f" and {LOSS_PROMPTS} prompts" if explore.retrieval_sequences else ""

@@ -49,8 +49,8 @@ from pod.plan.exploration import (
     LOSS_PROMPTS,
     MATCHING_SEQUENCES,
     REPEATED_SEQUENCES,
-    ROUND_SEQUENCES,
     Exploration,
+    texts_of_rounds,
 )
 from pod.plan.needles import Prompt, needle_prompts
 from pod.plan.recording import planned_layers, record_attention_inputs, record_attention_rows
@@ -338,14 +338,14 @@ def _measure_costs(
         tensors["sink_logits"] = torch.stack([sink.logits for sink in sinks])
         tensors["sink_values"] = torch.stack([sink.values for sink in sinks])
     again: dict[int, Reading] = {}  # texts that will be needed once more
-    of_rounds = sequences[:ROUND_SEQUENCES] if exploration.explore.rounds else []
+    for_rounds = sequences[: texts_of_rounds(len(sequences))] if exploration.explore.rounds else []
 
     def read(ids: Tensor) -> Reading:
         """Read a text, or take what was read of it."""
         found = again.pop(id(ids), None)
         if found is None:
             found = Reading.of(model, ids[None].to(model.device), queries, sinks)
-            if any(ids is text for text in of_rounds):
+            if any(ids is text for text in for_rounds):
                 exploration.dense.keep(ids, found.final_states(model))
         return found
 

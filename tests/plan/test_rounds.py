@@ -16,7 +16,7 @@ from pod.plan import divergence, rounds
 from pod.plan.choose import choose, find_plan
 from pod.plan.costs import Reading
 from pod.plan.divergence import measure_under
-from pod.plan.exploration import Exploration
+from pod.plan.exploration import Exploration, texts_of_rounds
 from pod.plan.measured_costs import COSTS_NAME, MeasuredCosts, find_costs
 from pod.plan.rounds import corrected
 from pod.plan.together import has_windows
@@ -88,7 +88,7 @@ def measured_by_models(exploration, plan):
     texts = exploration.read()
     prompts = rounds.needle_prompts_of(exploration, dense.config, texts)
     found = []
-    few = texts[: rounds.ROUND_SEQUENCES]
+    few = texts[:2]  # half of them, rounded up
     for kind in ([(text, torch.arange(len(text))) for text in few], prompts):
         values = []
         for ids, at in kind:
@@ -271,6 +271,10 @@ def test_every_text_is_read_once_without_windows(overrides, monkeypatch):
     at = torch.arange(len(ids))
     model = exploration.load_model()
     torch.testing.assert_close(exploration.dense.of(model, ids, at), states(model, ids, at))
+
+
+def test_rounds_read_the_first_half_of_the_texts():
+    assert [texts_of_rounds(count) for count in (1, 2, 3, 4, 15, 16, 64)] == [1, 1, 2, 2, 8, 8, 8]
 
 
 def test_without_prompts_the_summary_names_none(overrides, capsys):
