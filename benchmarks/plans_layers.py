@@ -312,7 +312,9 @@ if __name__ == "__main__":
         first, parts = arguments.part.split("/")
         restore(arguments.model)
         wanted = [row for row in rows(arguments.model) if not names or row.name.startswith(tuple(names))]
-        recipe = load_recipe(WORK / arguments.model / "tokens" / "recipe.yaml")
+        folder = WORK / arguments.model / "tokens"
+        with_text(arguments.model, folder)
+        recipe = load_recipe(write_recipe(arguments.model, "tokens", folder))
         plans = plans_of(arguments.model)
         measure_missing(
             lambda: Bench(recipe, plans, DTYPE, SIZES[arguments.model]),

@@ -62,8 +62,8 @@ class ExploreArgs:
 
     retrieval_sequences: NonNegativeInt = 12
     """With nats: prompts that ask for ten numbers far back, to find heads that retrieve. Text seldom shows
-    what they are for. For followers and 4 bits, two sequences of random tokens, repeated four times,
-    are measured too. 0 = text only."""
+    what they are for. Costs are measured on two thirds of them, rounds on all. For followers and 4 bits,
+    two sequences of random tokens, repeated four times, are measured too. 0 = text only."""
 
     retrieval_weight: NonNegativeFloat = 0.5
     """With nats: weight of the cost of retrieval, relative to the cost on text. 0.5 = as if every second

@@ -47,6 +47,11 @@ def texts_of_rounds(count: int) -> int:
     return min(ROUND_SEQUENCES, math.ceil(count / 2))
 
 
+def prompts_of_costs(count: int) -> int:
+    """On how many of the prompts costs are measured: on two thirds. They are worth more under the plan."""
+    return math.ceil(2 * count / 3)
+
+
 def windows_of(recipe: Any) -> dict[str, int]:
     """The windows that the plan is made for.
 
@@ -346,7 +351,8 @@ def describe_cost(config: Any, explore: ExploreArgs, sinks: str = "tokens", item
         losses = min(count, explore.loss_sequences)
         has_windows = "window" in (explore.roles or [])
         if explore.retrieval_sequences and has_windows:
-            what += f" and {explore.retrieval_sequences} prompts (which are read once more)"
+            prompts = prompts_of_costs(explore.retrieval_sequences)
+            what += f" and {prompts} prompts (which are read once more)"
         repeated = min(REPEATED_SEQUENCES, explore.retrieval_sequences)
         follows = "follow" in (explore.roles or [])
         if follows or 4 in explore.bits:

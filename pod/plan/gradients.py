@@ -13,6 +13,7 @@ token over 90 KV heads. The measured divergence is 0.10.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from pod.modeling.model.attend import Tokens, Visibility, attend
 from pod.modeling.model.decoder_layer import ForwardContext
 from pod.modeling.model.llama import PodForCausalLM
+from pod.modeling.model.sharing import Roles
 from pod.modeling.model.sinks import Sink
 from pod.modeling.token_scores import rows_in, wide_logits
 from pod.plan.recording import AttentionInputs, ReadText, check_one, inputs_of, planned_layers, start, through
@@ -73,7 +75,7 @@ def read_with_gradients(
     check_one(input_ids)
     planned = planned_layers(model.config)
     hidden_states, context = start(model, input_ids)
-    reader = _Reader(windows, context, input_ids.device, receive)
+    reader = _Reader.of(model, windows, context, input_ids.device, receive)
     streams = [hidden_states.detach().requires_grad_()]
     n, itemsize = hidden_states.shape[1], hidden_states.element_size()
     is_held = len(model.model.layers) * layer_activations(model.config, n, itemsize) <= HELD_BYTES
@@ -97,7 +99,7 @@ def stream_under(model: PodForCausalLM, input_ids: Tensor, windows: Windows) -> 
     check_one(input_ids)
     planned = planned_layers(model.config)
     stream, context = start(model, input_ids)
-    reader = _Reader(windows, context, input_ids.device)
+    reader = _Reader.of(model, windows, context, input_ids.device)
     for number, layer in enumerate(model.model.layers):
         stream = reader.through(layer, number, planned.index(number) if number in planned else None, stream)
     return stream
@@ -124,12 +126,43 @@ def held_activations(config: Any, num_tokens: int, itemsize: int) -> int:
 
 
 class _Reader(NamedTuple):
-    """How layers are read on the way; see `read_with_gradients`."""
+    """How layers are read on the way; see `read_with_gradients`.
+
+    A head that has gone to its window whole, and has no constant, is read as the model reads windows: what
+    the dense head would put out costs no time then, except to find the change.
+
+    Attributes:
+        windows, receive: see there.
+        context: the context of the pass, in which the heads of `closed` keep windows.
+        device: of the tokens.
+        closed: ``[L, H]``, the heads of the planned layers that the model reads with windows.
+    """
 
     windows: Windows
     context: ForwardContext
     device: torch.device
-    receive: Receive | None = None
+    receive: Receive | None
+    closed: Tensor
+
+    @classmethod
+    def of(
+        cls,
+        model: PodForCausalLM,
+        windows: Windows,
+        context: ForwardContext,
+        device: torch.device,
+        receive: Receive | None = None,
+    ) -> "_Reader":
+        """A reader for one pass, whose context is ``context``."""
+        planned = planned_layers(model.config)
+        closed = torch.zeros(len(planned), model.config.num_key_value_heads, dtype=torch.bool)
+        share = torch.as_tensor(windows.share)
+        if windows.sinks is None:
+            closed |= share.cpu() == 1
+        lead = list(context.lead)
+        for layer, row in zip(planned, closed.tolist(), strict=True):
+            lead[layer] = tuple(None if is_closed else layer for is_closed in row)
+        return cls(windows, replace(context, lead=tuple(lead)), device, receive, closed)
 
     def through(self, layer: Any, number: int, place: int | None, stream: Tensor) -> Tensor:
         """The residual stream behind a layer, whose index among the planned layers is ``place``, or None."""
@@ -172,18 +205,24 @@ class _Reader(NamedTuple):
             hook.remove()
 
     def _share(self, place: int, size: int) -> Tensor:
-        """How far a layer has gone to its windows: one number, or one per output ``[size]``; on the CPU."""
-        share = torch.as_tensor(self.windows.share)
-        if not share.dim():
-            return share
-        return share[place].repeat_interleave(size // share.shape[1])
+        """How far heads that are not closed go to their windows, for each output: ``[size]`` on the CPU."""
+        closed = self.closed[place]
+        share = torch.as_tensor(self.windows.share).cpu()
+        share = share[place] if share.dim() else share.expand(len(closed))
+        return share.masked_fill(closed, 0).repeat_interleave(size // len(closed))
 
-    def _change(self, layer: Any, place: int, stream: Tensor, dense: Tensor) -> Tensor:
-        """``o' - o`` of all heads side by side, ``[1, n, Hq · d]``, at least fp32, where ``dense`` is."""
+    def _change(self, layer: Any, place: int, stream: Tensor, out: Tensor) -> Tensor:
+        """``o' - o`` of all heads side by side, ``[1, n, Hq · d]``, at least fp32, where ``out`` is.
+
+        Args:
+            out: ``o'`` of the heads that are closed, and ``o`` of the others.
+        """
+        closed = self.closed[place]
         sink = None if self.windows.sinks is None else self.windows.sinks[place]
         inputs = inputs_of(layer, stream, self.context, self.device)
-        near = near_output(inputs, self.windows.window, sink).to(dense.device)
-        return near.transpose(1, 2).reshape(dense.shape) - dense
+        other = outputs_under(inputs, self.windows.window, (~closed).tolist(), sink).to(out.device)
+        sign = torch.where(closed, -1.0, 1.0).repeat_interleave(out.shape[-1] // len(closed)).to(other)
+        return (other.transpose(1, 2).reshape(out.shape) - out) * sign
 
     def _by_head(self, outputs: Tensor, head_dim: int) -> Tensor:
         """``[Hq, n, d]`` from ``[1, n, Hq · d]``."""
@@ -191,18 +230,23 @@ class _Reader(NamedTuple):
         return outputs[0].unflatten(-1, (-1, head_dim)).transpose(0, 1).to(self.device, wide)
 
 
-def near_output(inputs: AttentionInputs, window: Visibility, sink: Sink | None = None) -> Tensor:
-    """What the heads of a layer put out when they see a window, ``[B, Hq, n, d]``, at least fp32.
+def outputs_under(
+    inputs: AttentionInputs, window: Visibility, are_windows: Sequence[bool], sink: Sink | None = None
+) -> Tensor:
+    """What the heads of a layer put out, ``[B, Hq, n, d]``, at least fp32.
 
     Args:
         inputs: with the batch as first dimension.
-        sink: joins the window.
+        are_windows: for each KV head, whether it sees the window, or else everything.
+        sink: joins the windows.
     """
     wide = torch.promote_types(inputs.q.dtype, torch.float32)
     q, k, v = (x.to(wide) for x in (inputs.q, inputs.k, inputs.v))
     if sink is not None:
         sink = Sink(*(x.to(q) for x in sink))
-    return attend(q, Tokens(k, v), visibility=window, sink=sink)[0]
+    leads, near = ([head for head, is_window in enumerate(are_windows) if is_window == x] for x in (0, 1))
+    roles = Roles(leads=tuple(leads), windows=tuple(near))
+    return attend(q, Tokens(k, v), visibility=window, roles=roles, sink=sink)[0]
 
 
 def gradient_of_draws(model: PodForCausalLM, stream: Tensor) -> Tensor:

@@ -50,6 +50,7 @@ from pod.plan.exploration import (
     MATCHING_SEQUENCES,
     REPEATED_SEQUENCES,
     Exploration,
+    prompts_of_costs,
     texts_of_rounds,
 )
 from pod.plan.needles import Prompt, needle_prompts
@@ -379,7 +380,8 @@ def _measure_costs(
             dense = exploration.dense.of(model, prompt.input_ids, prompt.answers)
             return measure_retrieval(model, prompt, sinks, dense)
 
-        alone = mean("retrieval", retrieval_of, pairs, prompts)
+        asked = prompts[: prompts_of_costs(len(prompts))]
+        alone = mean("retrieval", retrieval_of, pairs, asked)
         tensors["windows" + RETRIEVAL] = alone.flatten().diag().view(shapes["windows"])
     return tensors
 
