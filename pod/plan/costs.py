@@ -123,7 +123,9 @@ def total_costs(tensors: Mapping[str, Tensor], retrieval_weight: float) -> dict[
 
 
 @torch.no_grad()
-def measure_costs(model: PodForCausalLM, reading: "Reading", order: Tensor | None) -> dict[str, Tensor]:
+def measure_costs(
+    model: PodForCausalLM, text: "TextWithGradients", order: Tensor | None
+) -> dict[str, Tensor]:
     """Measure the cost of every role of every pair on one text, in nats per token.
 
     Args:
@@ -144,10 +146,10 @@ def measure_costs(model: PodForCausalLM, reading: "Reading", order: Tensor | Non
         check_array("order", order, "L L H H G", sizes)
         order = order.argsort(-1)  # [.., g]: the lead's query head that serves query head g of the follower
     costs = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in shapes.items()}
-    costs["windows"] = window_costs(reading.changes)
+    costs["windows"] = window_costs(text.changes)
     head = torch.arange(heads)[:, None]
     group = torch.arange(groups)
-    for layer, own, lower in reading.layers(model):
+    for layer, own, lower in text.layers(model):
         for name, error in own.errors_of_packing().items():
             if name in costs:
                 costs[name][layer] = own.cost(error)
@@ -203,7 +205,7 @@ def measure_retrieval(
 
 
 @torch.no_grad()
-def measure_query_head_errors(model: PodForCausalLM, reading: "Reading") -> Tensor:
+def measure_query_head_errors(model: PodForCausalLM, text: "TextWithGradients") -> Tensor:
     """What it costs one query head to take the distant logits of a query head of a lower layer.
 
     The other query heads of its KV head stay dense.
@@ -218,7 +220,7 @@ def measure_query_head_errors(model: PodForCausalLM, reading: "Reading") -> Tens
     layers, query_heads = len(planned_layers(model.config)), model.config.num_attention_heads
     found = torch.zeros(layers, layers, query_heads, query_heads, dtype=torch.float64)
     groups, d = model.config.num_key_value_groups, model.config.head_dim
-    for layer, own, lower in reading.layers(model):
+    for layer, own, lower in text.layers(model):
         blocks = own.metric.unflatten(2, (groups, d)).unflatten(1, (groups, d))
         of_query_heads = blocks.diagonal(dim1=1, dim2=3).movedim(-1, 1)  # [H, G, d, d]
         for lead, rows in enumerate(lower):
@@ -266,7 +268,7 @@ class _AttentionRows(NamedTuple):
     lse: Tensor
 
 
-class Reading(NamedTuple):
+class TextWithGradients(NamedTuple):
     """One text that a dense model has read, and how its loss depends on what the heads put out.
 
     Attributes:
@@ -290,7 +292,7 @@ class Reading(NamedTuple):
         input_ids: Tensor,
         num_queries: int,
         sinks: Sequence[Sink] | None = None,
-    ) -> "Reading":
+    ) -> "TextWithGradients":
         """Read one sequence ``[1, n]``.
 
         Args:

@@ -31,13 +31,14 @@ from tqdm import tqdm
 from pod.files import atomic_write_bytes, keep_old
 from pod.identity import content_of
 from pod.modeling.model.llama import PodForCausalLM
+from pod.modeling.model.sinks import Sink
 from pod.modeling.retrieval_heads import RetrievalHeads
 from pod.plan.calibration import find_sinks
 from pod.plan.checks import check_array, check_groups
 from pod.plan.costs import (
     FOLLOWER_COSTS,
     RETRIEVAL,
-    Reading,
+    TextWithGradients,
     cost_shapes,
     match_query_heads,
     measure_costs,
@@ -338,32 +339,20 @@ def _measure_costs(
         sinks = from_rank_0(lambda: find_sinks(model, some, queries))
         tensors["sink_logits"] = torch.stack([sink.logits for sink in sinks])
         tensors["sink_values"] = torch.stack([sink.values for sink in sinks])
-    again: dict[int, Reading] = {}  # texts that will be needed once more
-    for_rounds = sequences[: texts_of_rounds(len(sequences))] if exploration.explore.rounds else []
-
-    def read(ids: Tensor) -> Reading:
-        """Read a text, or take what was read of it."""
-        found = again.pop(id(ids), None)
-        if found is None:
-            found = Reading.of(model, ids[None].to(model.device), queries, sinks)
-            if any(ids is text for text in for_rounds):
-                exploration.dense.keep(ids, found.final_states(model))
-        return found
-
+    reader = _CostReader(exploration, model, sinks, sequences)
     if followers:
         few = [*sequences[:MATCHING_SEQUENCES], *repeated[:MATCHING_SEQUENCES]]
         shape = layers, layers, heads, heads
 
         def errors_of(ids: Tensor) -> Tensor:
-            again[id(ids)] = read(ids)
-            return measure_query_head_errors(model, again[id(ids)])
+            return measure_query_head_errors(model, reader.read(ids, is_last=False))
 
         errors = mean("query heads", errors_of, shape, few)
         order = tensors["order"] = match_query_heads(errors, config.num_key_value_heads)
     sizes = [math.prod(shape) for shape in shapes.values()]
 
     def flat(ids: Tensor) -> Tensor:
-        found = measure_costs(model, read(ids), order)
+        found = measure_costs(model, reader.read(ids), order)
         return torch.cat([found[name].flatten() for name in shapes])
 
     for name, ending, texts in (("text", "", sequences), ("repeated", RETRIEVAL, repeated)):
@@ -374,16 +363,48 @@ def _measure_costs(
             if role != "windows" or not ending:
                 tensors[role + ending] = part.view(shape)
     if prompts:
-        pairs = layers, config.num_key_value_heads
-
-        def retrieval_of(prompt: Prompt) -> Tensor:
-            dense = exploration.dense.of(model, prompt.input_ids, prompt.answers)
-            return measure_retrieval(model, prompt, sinks, dense)
-
         asked = prompts[: prompts_of_costs(len(prompts))]
-        alone = mean("retrieval", retrieval_of, pairs, asked)
+        alone = mean("retrieval", reader.measure_retrieval, (layers, config.num_key_value_heads), asked)
         tensors["windows" + RETRIEVAL] = alone.flatten().diag().view(shapes["windows"])
     return tensors
+
+
+class _CostReader:
+    """Reads texts and prompts for their costs, and keeps what will be needed once more.
+
+    Attributes:
+        again: texts that were read and will be needed again, by their identity.
+        for_rounds: texts whose final hidden states rounds need.
+    """
+
+    def __init__(
+        self,
+        exploration: Exploration,
+        model: PodForCausalLM,
+        sinks: Sequence[Sink] | None,
+        sequences: Sequence[Tensor],
+    ):
+        self.exploration, self.model, self.sinks = exploration, model, sinks
+        self.again: dict[int, TextWithGradients] = {}
+        rounds = exploration.explore.rounds
+        self.for_rounds = sequences[: texts_of_rounds(len(sequences))] if rounds else []
+
+    def read(self, ids: Tensor, is_last: bool = True) -> TextWithGradients:
+        """Read a text, or take what was read of it; keep it unless this is the last time."""
+        found = self.again.pop(id(ids), None)
+        if found is None:
+            queries = self.exploration.explore.num_queries
+            found = TextWithGradients.of(self.model, ids[None].to(self.model.device), queries, self.sinks)
+            if any(ids is text for text in self.for_rounds):
+                self.exploration.dense.keep(ids, found.final_states(self.model))
+        if not is_last:
+            self.again[id(ids)] = found
+        return found
+
+    def measure_retrieval(self, prompt: Prompt) -> Tensor:
+        """What windows cost on a prompt, ``[L, H]``."""
+        dense = self.exploration.dense.of(self.model, prompt.input_ids, prompt.answers)
+        return measure_retrieval(self.model, prompt, self.sinks, dense)
 
 
 def needle_prompts_of(

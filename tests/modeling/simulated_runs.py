@@ -226,7 +226,7 @@ def explored(model: nn.Module, device: str) -> dict:
     layers = model.config.num_hidden_layers
     order = torch.arange(groups).expand(layers, layers, heads, heads, groups)
     with simulated_device.watch() as counted:
-        reading = costs.Reading.of(model, on_device, 9)
+        reading = costs.TextWithGradients.of(model, on_device, 9)
         found = list(costs.measure_costs(model, reading, order).values())
         found.append(costs.measure_query_head_errors(model, reading))
         prompt = Prompt(ids[0], torch.tensor([50, 51, 57]))

@@ -23,7 +23,7 @@ from pod.plan.calibration import (
     with_constants,
 )
 from pod.plan.choose import in_all_layers
-from pod.plan.costs import Reading, measure_costs
+from pod.plan.costs import TextWithGradients, measure_costs
 from pod.plan.exploration import Exploration
 from pod.plan.recording import record_attention_inputs, sample_queries
 from pod.recipe import load_recipe
@@ -152,7 +152,11 @@ def test_misfits_equal_their_definition_at_distant_and_at_early_queries(heads, r
 def test_costs_count_the_sink_at_every_position(heads):
     model, ids = make_model(*heads, sinks=0, recent=RECENT), ids_of()
     sinks = random_sinks(model)
-    found = measure_costs(model, Reading.of(model, ids, 9, sinks), None)["windows"].flatten(2).flatten(0, 1)
+    found = (
+        measure_costs(model, TextWithGradients.of(model, ids, 9, sinks), None)["windows"]
+        .flatten(2)
+        .flatten(0, 1)
+    )
     naive, gradients = Naive(model, ids), gradients_of_attention(model, ids)
     changes = [
         (naive.change(layer, head, sinks[layer]) * gradients[layer]).sum(-1)
@@ -166,9 +170,9 @@ def test_costs_count_the_sink_at_every_position(heads):
 def test_a_sink_of_no_weight_costs_what_a_window_without_one_costs():
     model, ids = make_model(6, 2, sinks=0, recent=RECENT), ids_of()
     nothing = [Sink(torch.full((6,), -1e4).double(), sink.values) for sink in random_sinks(model)]
-    found = measure_costs(model, Reading.of(model, ids, 9, nothing), None)
+    found = measure_costs(model, TextWithGradients.of(model, ids, 9, nothing), None)
     torch.testing.assert_close(
-        found["windows"], measure_costs(model, Reading.of(model, ids, 9), None)["windows"]
+        found["windows"], measure_costs(model, TextWithGradients.of(model, ids, 9), None)["windows"]
     )
 
 
@@ -220,7 +224,8 @@ def test_a_sink_that_hurts_first_tokens_costs_more():
     light = Sink(torch.full((6,), -30.0), values)
     sinks = [Sink(torch.full((6,), 1.0), values) if layer == 1 else light for layer in range(4)]
     own, none = (
-        measure_costs(model, Reading.of(model, ids, 32, one), None)["windows"] for one in (sinks, [light] * 4)
+        measure_costs(model, TextWithGradients.of(model, ids, 32, one), None)["windows"]
+        for one in (sinks, [light] * 4)
     )
     alone, without = (torch.einsum("ijij->i", one) for one in (own, none))
     assert alone[1] > 1.2 * without[1]

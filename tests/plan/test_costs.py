@@ -8,7 +8,7 @@ from plan_models import RECENT, SINKS, any_order, gradients_of_attention, make_m
 
 from pod.modeling.model.packed import Packing
 from pod.plan.costs import (
-    Reading,
+    TextWithGradients,
     cost_shapes,
     match_query_heads,
     measure_costs,
@@ -94,7 +94,7 @@ def test_costs_equal_their_definitions(input_ids, heads, windows):
     model = make_model(*heads, *windows)
     order = any_order(model.config)
     for num_queries in (1, 7, TOKENS - sum(windows)):
-        found = measure_costs(model, Reading.of(model, input_ids, num_queries), order)
+        found = measure_costs(model, TextWithGradients.of(model, input_ids, num_queries), order)
         naive = Naive(model, input_ids, sample_queries(TOKENS, num_queries, *windows).positions)
         pairs = list(itertools.product(range(4), range(heads[1])))
         changes = torch.stack([naive.window(*pair) for pair in pairs])
@@ -129,7 +129,7 @@ def test_costs_of_models_with_norms_behind_attention_and_factors_on_it(input_ids
                 torch.nn.init.uniform_(weight, 0.2, 2.0)
         order = any_order(model.config)
         naive = Naive(model, input_ids, sample_queries(TOKENS, 7, SINKS, RECENT).positions)
-        found = measure_costs(model, Reading.of(model, input_ids, 7), order)
+        found = measure_costs(model, TextWithGradients.of(model, input_ids, 7), order)
         for layer, head in itertools.product(range(4), range(2)):
             expected = naive.window(layer, head).square().mean() / 2
             assert found["windows"][layer, head, layer, head].item() == pytest.approx(
@@ -141,7 +141,7 @@ def test_costs_of_models_with_norms_behind_attention_and_factors_on_it(input_ids
 
 @torch.no_grad()
 def test_errors_of_query_heads_equal_their_definition(model, input_ids):
-    found = measure_query_head_errors(model, Reading.of(model, input_ids, 7))
+    found = measure_query_head_errors(model, TextWithGradients.of(model, input_ids, 7))
     naive = Naive(model, input_ids, sample_queries(TOKENS, 7, SINKS, RECENT).positions)
     assert found.shape == (4, 4, 6, 6)
     for lead, layer, a, b in itertools.product(range(4), range(4), range(6), range(6)):
@@ -179,9 +179,9 @@ def test_a_pair_that_was_planted_in_another_head_and_order_is_found(input_ids):
         rows, source = (slice(x * 8, x * 8 + 8) for x in (head, of))
         upper.self_attn.q_proj.weight.data[rows] = lower.self_attn.q_proj.weight.data[source]
     upper.self_attn.k_proj.weight.data[:8] = lower.self_attn.k_proj.weight.data[8:]
-    order = match_query_heads(measure_query_head_errors(twin, Reading.of(twin, input_ids, 9)), 2)
+    order = match_query_heads(measure_query_head_errors(twin, TextWithGradients.of(twin, input_ids, 9)), 2)
     assert order[1, 2, 1, 0].tolist() == [2, 0, 1]
-    found = measure_costs(twin, Reading.of(twin, input_ids, 9), order)
+    found = measure_costs(twin, TextWithGradients.of(twin, input_ids, 9), order)
     assert found["follow"][1, 2, 1, 0] < 1e-15
     assert min(found["follow"][1, 2, 0, 0], found["follow"][1, 2, 1, 1], found["in_place"][1, 2, 0]) > 1e-6
 
@@ -190,7 +190,7 @@ def test_weights_that_give_no_numbers_are_one_line(model, input_ids):
     broken = make_model(6, 2)
     broken.model.layers[1].self_attn.v_proj.weight.data[0, 0] = float("nan")
     with pytest.raises(ValueError, match="NaN or infinite values on this text: try model.dtype=float32"):
-        measure_costs(broken, Reading.of(broken, input_ids, 5), any_order(broken.config))
+        measure_costs(broken, TextWithGradients.of(broken, input_ids, 5), any_order(broken.config))
 
 
 def test_retrieval_adds_with_its_weight():
@@ -225,7 +225,7 @@ def test_costs_of_packing_equal_attention_to_packed_tokens(heads):
     """
     model = make_model(*heads)
     ids = torch.randint(0, 61, (1, 250), generator=torch.Generator().manual_seed(5))
-    found = measure_costs(model, Reading.of(model, ids, 60), any_order(model.config))
+    found = measure_costs(model, TextWithGradients.of(model, ids, 60), any_order(model.config))
     positions = sample_queries(250, 60, SINKS, RECENT).positions
     naive = Naive(model, ids, positions)
     groups, d = heads[0] // heads[1], naive.d
@@ -257,8 +257,8 @@ def as_4_bits(x, per_channel):
 
 def test_costs_of_windows_alone_are_those_beside_followers(model, input_ids):
     """Without an order nobody may follow; what is left is the same."""
-    everything = measure_costs(model, Reading.of(model, input_ids, 5), any_order(model.config))
-    alone = measure_costs(model, Reading.of(model, input_ids, 5), None)
+    everything = measure_costs(model, TextWithGradients.of(model, input_ids, 5), any_order(model.config))
+    alone = measure_costs(model, TextWithGradients.of(model, input_ids, 5), None)
     assert set(alone) == set(everything) - {"follow", "in_place", "follow4"}
     for name, cost in alone.items():
         assert torch.equal(cost, everything[name])

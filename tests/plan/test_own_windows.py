@@ -18,7 +18,7 @@ from pod.commands import explore
 from pod.modeling.model.sharing import SharingPlan
 from pod.models import resolve_model
 from pod.plan.choose import in_all_layers
-from pod.plan.costs import Reading, cost_shapes, measure_costs
+from pod.plan.costs import TextWithGradients, cost_shapes, measure_costs
 from pod.plan.exploration import Exploration
 from pod.plan.recording import planned_layers, record_attention_inputs
 from pod.recipe import load_recipe
@@ -57,8 +57,8 @@ def test_costs_are_those_of_the_same_layers_among_all(input_ids):
     assert planned_layers(some.config) == [0, 2, 3]
     order = any_order(whole.config)
     chosen = torch.tensor([0, 2, 3])
-    found = measure_costs(some, Reading.of(some, input_ids, 7), order[chosen][:, chosen])
-    expected = measure_costs(whole, Reading.of(whole, input_ids, 7), order)
+    found = measure_costs(some, TextWithGradients.of(some, input_ids, 7), order[chosen][:, chosen])
+    expected = measure_costs(whole, TextWithGradients.of(whole, input_ids, 7), order)
     assert {name: tuple(value.shape) for name, value in found.items()} == cost_shapes(3, 2)
     for name, value in expected.items():
         if name in ("follow", "in_place"):

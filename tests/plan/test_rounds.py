@@ -14,7 +14,7 @@ from pod.commands import explore
 from pod.modeling.model.sharing import SharingPlan
 from pod.plan import divergence, measured_costs, rounds
 from pod.plan.choose import choose, find_plan
-from pod.plan.costs import Reading
+from pod.plan.costs import TextWithGradients
 from pod.plan.divergence import measure_under
 from pod.plan.exploration import Exploration, prompts_of_costs, texts_of_rounds
 from pod.plan.measured_costs import COSTS_NAME, MeasuredCosts, find_costs
@@ -249,7 +249,7 @@ def test_every_text_is_read_once_without_windows(overrides, monkeypatch):
     """Costs, the match of query heads, and rounds share what the dense model gives for a text."""
     exploration = Exploration.of(load_recipe(None, [*overrides, "explore.rounds=1"]))
     read, dense = [], []
-    of, states = Reading.of, divergence.dense_states
+    of, states = TextWithGradients.of, divergence.dense_states
 
     def count_reading(model, input_ids, *others):
         read.append(tuple(input_ids[0].tolist()))
@@ -259,7 +259,7 @@ def test_every_text_is_read_once_without_windows(overrides, monkeypatch):
         dense.append(tuple(input_ids.tolist()))
         return states(model, input_ids, at)
 
-    monkeypatch.setattr(Reading, "of", count_reading)
+    monkeypatch.setattr(TextWithGradients, "of", count_reading)
     monkeypatch.setattr(divergence, "dense_states", count_dense)
     choice = find_plan(exploration)
     assert choice.plan.provenance["rounds"], "windows were measured under the plan"
