@@ -62,8 +62,8 @@ class ExploreArgs:
 
     retrieval_sequences: NonNegativeInt = 12
     """With nats: prompts that ask for ten numbers far back, to find heads that retrieve. Text seldom shows
-    what they are for. Costs are measured on two thirds of them, rounds on all. For followers and 4 bits,
-    two sequences of random tokens, repeated four times, are measured too. 0 = text only."""
+    what they are for. For followers and 4 bits, two sequences of random tokens, repeated four times,
+    are measured too. 0 = text only."""
 
     retrieval_weight: NonNegativeFloat = 0.5
     """With nats: weight of the cost of retrieval, relative to the cost on text. 0.5 = as if every second
@@ -71,8 +71,8 @@ class ExploreArgs:
 
     rounds: NonNegativeInt = 1
     """With nats and windows: how often windows are measured again where the plan has them, and exchanged for
-    leads if that lowers what is measured. A round reads half of the texts, at most 8, and all prompts,
-    for every target_saving anew. 0 = take the plan of the costs."""
+    leads if that lowers what is measured. A round reads up to 8 of the texts, and all prompts, for every
+    target_saving anew. 0 = take the plan of the costs."""
 
     loss_sequences: NonNegativeInt = 4
     """With nats: number of sequences on which the loss of the model is measured, with and without the

@@ -1,7 +1,6 @@
 """From a recipe's settings to what is measured: on which text, with which model, for which saving."""
 
 import gc
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -40,16 +39,6 @@ MATCHING_SEQUENCES = 1  # of text, and as many repeated ones, on which query hea
 C = TypeVar("C", bound=Curve)
 POSITIONS = ("rope", "max_position_embeddings")
 """Fields of section `model` that change which positions the model can read."""
-
-
-def texts_of_rounds(count: int) -> int:
-    """On how many of the texts a round measures windows: on the first half, at most `ROUND_SEQUENCES`."""
-    return min(ROUND_SEQUENCES, math.ceil(count / 2))
-
-
-def prompts_of_costs(count: int) -> int:
-    """On how many of the prompts costs are measured: on two thirds. They are worth more under the plan."""
-    return math.ceil(2 * count / 3)
 
 
 def windows_of(recipe: Any) -> dict[str, int]:
@@ -351,8 +340,7 @@ def describe_cost(config: Any, explore: ExploreArgs, sinks: str = "tokens", item
         losses = min(count, explore.loss_sequences)
         has_windows = "window" in (explore.roles or [])
         if explore.retrieval_sequences and has_windows:
-            prompts = prompts_of_costs(explore.retrieval_sequences)
-            what += f" and {prompts} prompts (which are read once more)"
+            what += f" and {explore.retrieval_sequences} prompts (which are read once more)"
         repeated = min(REPEATED_SEQUENCES, explore.retrieval_sequences)
         follows = "follow" in (explore.roles or [])
         if follows or 4 in explore.bits:
@@ -362,7 +350,7 @@ def describe_cost(config: Any, explore: ExploreArgs, sinks: str = "tokens", item
             streams = matching * (config.num_hidden_layers + 1)  # which are held until they are needed again
             what += f" ({matching} of these sequences also match heads)"
         if explore.rounds and has_windows:
-            read = f"{texts_of_rounds(count)} sequences and {explore.retrieval_sequences} prompts"
+            read = f"{min(count, ROUND_SEQUENCES)} sequences and {explore.retrieval_sequences} prompts"
             rounds = "a round" if explore.rounds == 1 else f"{explore.rounds} rounds"
             what += f", {rounds} of one backward and two or more forward passes over {read}"
         answers = f" and {LOSS_PROMPTS} prompts" if explore.retrieval_sequences else ""

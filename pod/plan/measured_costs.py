@@ -50,9 +50,8 @@ from pod.plan.exploration import (
     LOSS_PROMPTS,
     MATCHING_SEQUENCES,
     REPEATED_SEQUENCES,
+    ROUND_SEQUENCES,
     Exploration,
-    prompts_of_costs,
-    texts_of_rounds,
 )
 from pod.plan.needles import Prompt, needle_prompts
 from pod.plan.recording import planned_layers, record_attention_inputs, record_attention_rows
@@ -363,8 +362,8 @@ def _measure_costs(
             if role != "windows" or not ending:
                 tensors[role + ending] = part.view(shape)
     if prompts:
-        asked = prompts[: prompts_of_costs(len(prompts))]
-        alone = mean("retrieval", reader.measure_retrieval, (layers, config.num_key_value_heads), asked)
+        pairs = layers, config.num_key_value_heads
+        alone = mean("retrieval", reader.measure_retrieval, pairs, prompts)
         tensors["windows" + RETRIEVAL] = alone.flatten().diag().view(shapes["windows"])
     return tensors
 
@@ -386,8 +385,7 @@ class _CostReader:
     ):
         self.exploration, self.model, self.sinks = exploration, model, sinks
         self.again: dict[int, TextWithGradients] = {}
-        rounds = exploration.explore.rounds
-        self.for_rounds = sequences[: texts_of_rounds(len(sequences))] if rounds else []
+        self.for_rounds = sequences[:ROUND_SEQUENCES] if exploration.explore.rounds else []
 
     def read(self, ids: Tensor, is_last: bool = True) -> TextWithGradients:
         """Read a text, or take what was read of it; keep it unless this is the last time."""

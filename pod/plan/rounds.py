@@ -37,7 +37,7 @@ from pod.modeling.model.sharing import SharingPlan
 from pod.plan.calibration import measured_sinks
 from pod.plan.costs import MAX_COST, total_costs
 from pod.plan.divergence import measure_under
-from pod.plan.exploration import Exploration, at_granularity, texts_of_rounds
+from pod.plan.exploration import ROUND_SEQUENCES, Exploration, at_granularity
 from pod.plan.measured_costs import MeasuredCosts, measure_mean, needle_prompts_of
 from pod.plan.needles import Prompt
 from pod.plan.solve import Floats
@@ -206,7 +206,7 @@ class _Bench:
         prompts = needle_prompts_of(self.exploration, self.model.config, sequences)
         if not self.exploration.explore.retrieval_weight:
             prompts = []
-        return {"text": sequences[: texts_of_rounds(len(sequences))], "retrieval": prompts}
+        return {"text": sequences[:ROUND_SEQUENCES], "retrieval": prompts}
 
     def measure(self, plan: SharingPlan, with_slopes: bool) -> Measured:
         """Measure the windows of a plan, or read what was measured of them before.
@@ -240,8 +240,7 @@ class _Bench:
             [
                 self.costs.provenance,
                 [self.costs.tensors[name].tolist() for name in names],
-                [explore.retrieval_sequences, bool(explore.retrieval_weight)],
-                texts_of_rounds(explore.num_sequences),
+                [explore.retrieval_sequences, bool(explore.retrieval_weight), ROUND_SEQUENCES],
                 [windows.tolist(), with_slopes],
             ]
         )

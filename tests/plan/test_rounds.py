@@ -12,11 +12,11 @@ from plan_models import log_probabilities, make_model, sinks_at_random
 import pod
 from pod.commands import explore
 from pod.modeling.model.sharing import SharingPlan
-from pod.plan import divergence, measured_costs, rounds
+from pod.plan import divergence, rounds
 from pod.plan.choose import choose, find_plan
 from pod.plan.costs import TextWithGradients
 from pod.plan.divergence import measure_under
-from pod.plan.exploration import Exploration, prompts_of_costs, texts_of_rounds
+from pod.plan.exploration import Exploration
 from pod.plan.measured_costs import COSTS_NAME, MeasuredCosts, find_costs
 from pod.plan.rounds import corrected
 from pod.plan.together import has_windows
@@ -88,8 +88,7 @@ def measured_by_models(exploration, plan):
     texts = exploration.read()
     prompts = rounds.needle_prompts_of(exploration, dense.config, texts)
     found = []
-    few = texts[:2]  # half of them, rounded up
-    for kind in ([(text, torch.arange(len(text))) for text in few], prompts):
+    for kind in ([(text, torch.arange(len(text))) for text in texts], prompts):
         values = []
         for ids, at in kind:
             wanted, own = (
@@ -242,7 +241,7 @@ def test_an_interrupted_round_goes_on(overrides, monkeypatch):
     assert not file.exists()
     again = rounds._Bench(exploration, costs).measure(plan, with_slopes=True)
     assert again.cost == whole.cost and np.array_equal(again.slopes, whole.slopes)
-    assert len(calls) == 3 + 1 + 1, "two texts and two prompts, of which three were kept"
+    assert len(calls) == 3 + 1 + 2, "three texts and two prompts, of which three were kept"
 
 
 def test_every_text_is_read_once_without_windows(overrides, monkeypatch):
@@ -271,19 +270,6 @@ def test_every_text_is_read_once_without_windows(overrides, monkeypatch):
     at = torch.arange(len(ids))
     model = exploration.load_model()
     torch.testing.assert_close(exploration.dense.of(model, ids, at), states(model, ids, at))
-
-
-def test_rounds_read_the_first_half_of_the_texts():
-    assert [texts_of_rounds(count) for count in (1, 2, 3, 4, 15, 16, 64)] == [1, 1, 2, 2, 8, 8, 8]
-
-
-def test_costs_are_measured_on_two_thirds_of_the_prompts(overrides, monkeypatch):
-    assert [prompts_of_costs(count) for count in (0, 1, 2, 3, 12, 13)] == [0, 1, 2, 2, 8, 9]
-    read = []
-    measure = measured_costs.measure_retrieval
-    monkeypatch.setattr(measured_costs, "measure_retrieval", lambda *given: read.append(1) or measure(*given))
-    find_costs(Exploration.of(load_recipe(None, [*overrides, "explore.retrieval_sequences=5"])))
-    assert len(read) == 4
 
 
 def test_without_prompts_the_summary_names_none(overrides, capsys):
