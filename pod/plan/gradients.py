@@ -48,7 +48,7 @@ class Windows(NamedTuple):
     """Windows in all heads of the planned layers: the change of the outputs that is priced.
 
     Attributes:
-        window: what windows see.
+        window: what windows see: the first and recent tokens of the model's own windows.
         sinks: constants that join each planned layer's windows; None = windows have none.
         share: how far the model that is read has gone to the windows: one number, or one for each KV head
             ``[L, H]`` of the planned layers. A head puts out ``o + share · (o' - o)``: 0 = the output of the
