@@ -269,7 +269,9 @@ def test_every_text_is_read_once_without_windows(overrides, monkeypatch):
     ids = exploration.read()[0]
     at = torch.arange(len(ids))
     model = exploration.load_model()
-    assert torch.equal(exploration.dense.of(model, ids, at), states(model, ids, at)), "as after an interruption"
+    assert torch.equal(exploration.dense.of(model, ids, at), states(model, ids, at)), (
+        "as after an interruption"
+    )
 
 
 def test_without_prompts_the_summary_names_none(overrides, capsys):
