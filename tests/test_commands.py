@@ -255,6 +255,21 @@ def test_training_names_the_next_command(is_finished, rank, expected, monkeypatc
     assert said(monkeypatch, capsys, *words) == (0, expected, "")
 
 
+def test_what_the_export_will_refuse_is_refused_before_training(monkeypatch, capsys, tmp_path):
+    import pod
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("pod.training.run.start.train", lambda recipe, passkeys: pytest.fail("it trains"))
+    pod.SharingPlan([[layer, None] for layer in range(4)]).save(tmp_path / "plan.json")
+    changes = ["export.format=vllm", "model.path=package:tiny", f"model.plan={tmp_path / 'plan.json'}"]
+    words = ["train", *(word for change in changes for word in ("--set", change))]
+    why = "the plan gives heads of layer 0 different roles, and serving engines keep whole layers"
+    code, _, error = said(monkeypatch, capsys, *words)
+    assert code == 2 and f"error: export.format is vllm, which will refuse the trained model: {why}" in error
+    code, output, _ = said(monkeypatch, capsys, *words, "--dry-run")
+    assert code == 0 and f"note: export.format is vllm, which will refuse the trained model: {why}" in output
+
+
 def test_a_list_may_be_read_in_part():
     """`pod eval --list-methods | head`"""
     command = [sys.executable, "-m", "pod", "eval", "--list-methods"]

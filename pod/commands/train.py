@@ -40,9 +40,28 @@ def main(recipe: Recipe, config: str | None = None, changes: Sequence[str] = ())
     from pod.training.run.start import train  # this imports torch, which reads what was set above
 
     note_on_data(recipe)
+    check_export(recipe)
     is_finished = train(recipe, make_passkeys(recipe))
     if rank() == 0:
         print(next_command(config, changes) if is_finished else UNFINISHED, flush=True)
+
+
+def check_export(recipe: Recipe) -> None:
+    """Refuse, before hours of training, a model that the recipe's export would refuse.
+
+    Raises:
+        ValueError: export.format is vllm, and engines cannot compute the model; or there is no such model.
+    """
+    if recipe.export.format != "vllm":
+        return
+    from pod.export.served import check_servable
+    from pod.training.run.start_model import model_config
+
+    config, _ = model_config(recipe.model, recipe.output_dir)
+    try:
+        check_servable(config)
+    except ValueError as error:
+        raise ValueError(f"export.format is vllm, which will refuse the trained model: {error}") from None
 
 
 def next_command(config: str | None, changes: Sequence[str]) -> str:
@@ -91,7 +110,14 @@ def estimate(
     from pod.training.run.start import estimate
 
     known = None if device is None else get_device(device)
-    return estimate(recipe, this_machine(ranks, ranks_per_node, known))
+    text = estimate(recipe, this_machine(ranks, ranks_per_node, known))
+    if recipe.model.plan_file(recipe.output_dir) is None:
+        return text  # the plan of the estimate is not the one that will be exported
+    try:
+        check_export(recipe)
+    except ValueError as error:
+        text += f"\nnote: {error}"
+    return text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -81,9 +81,13 @@ def _layout(recipe: "Recipe", gpus: Gpus, load: Load | None, known: Mapping[str,
     import torch
 
     from pod.eval.answer.model_set import Models
+    from pod.modeling.placement import share_of_rank
 
     asked = spread_of(recipe.eval.device)
-    lines = [f"Layout on {gpus.count} GPUs of {gpus.gib:g} GiB (eval.device: {asked}):"]
+    count = len(share_of_rank(gpus.count))
+    whose = "" if count == gpus.count else f"{count} of "
+    lines = [f"Layout on {whose}{gpus.count} GPUs of {gpus.gib:g} GiB (eval.device: {asked}):"]
+    gpus = gpus._replace(count=count)  # of this rank
     try:
         models = Models(recipe)
         configs = {kind: models.config(kind) for kind in models.kinds}
@@ -91,8 +95,13 @@ def _layout(recipe: "Recipe", gpus: Gpus, load: Load | None, known: Mapping[str,
         return [*lines, f"  unknown, as the evaluation would end with: {one_line(error)}"]
     size = getattr(torch, recipe.model.dtype).itemsize
     for kind, config in configs.items():
+        if models.shares_weights(kind):
+            lines.append(f"  {kind}: on the weights of dense")
+            continue
         expected = load or Load(recipe.eval.batch_size, longest_of(config, recipe.eval, known))
         lines += [f"  {line}" for line in layout_lines(kind, config, size, gpus, expected, asked)]
+    if len(configs) > 1:
+        lines.append("  Models that do not fit beside each other are loaded in turns.")
     return lines
 
 

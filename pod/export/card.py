@@ -13,7 +13,7 @@ from typing import Any
 from huggingface_hub import ModelCard, ModelCardData
 
 from pod.export.served import check_servable, target_of
-from pod.export.served_card import serving, serving_limits
+from pod.export.served_card import saved_in_vllm, serving, serving_limits, sizes_in_vllm
 from pod.modeling.model.config import PodConfig
 
 LENGTHS = (2048, 8192, 32_768, 131_072)
@@ -103,7 +103,7 @@ def card(
     )
     sections = [
         f"# {name}",
-        *_savings(config, base),
+        *_savings(config, base, format),
         _LOADING if format == "hf" else serving(config),
         *_heads(config),
         *_training(origin),
@@ -169,8 +169,11 @@ def _trained_windows(config: PodConfig) -> str:
     return f" {layers} {seen}." if own else ""
 
 
-def _savings(config: PodConfig, base: str | None) -> Iterator[str]:
-    """Sentences that say what the model is, and a table of its cache and the original one, in megabytes."""
+def _savings(config: PodConfig, base: str | None, format: str) -> Iterator[str]:
+    """Sentences that say what the model is, and a table of its cache and the original one, in megabytes.
+
+    For format vllm the cache is vLLM's, unless some layers were trained with windows.
+    """
     model = base or "a language model"
     if _is_dense(config):
         kept = "It keeps the keys and values of every token in every layer: no layer shares them."
@@ -179,10 +182,14 @@ def _savings(config: PodConfig, base: str | None) -> Iterator[str]:
         return
     most = config.max_position_embeddings
     lengths = [n for n in LENGTHS if n <= most] or [most]
-    share = saved_share(config, lengths[-1])
+    in_vllm = format == "vllm" and not _own_windows(config)
+    share = (saved_in_vllm if in_vllm else saved_share)(config, lengths[-1])
     saving = f"takes {share:.0%} less memory at {lengths[-1]:,} tokens than the original one"
     paper = f"The method comes from {_PAPERS[config.layout]}."
     yield f"This is {model} with a KV cache that {saving}. {_idea(config)} {paper}"
+    if in_vllm:
+        yield sizes_in_vllm(config, lengths)
+        return
     each = 4e-6 * config.num_key_value_heads * config.head_dim  # MB per layer and token
     rows = [
         f"| {n:,} | {dense:,.1f} | {dense * (1 - saved):,.1f} | {saved:.1%} |"
@@ -303,7 +310,7 @@ def _limits(config: PodConfig, format: str) -> str:
     """The section about the limits of the model."""
     lines = [f"The model reads up to {config.max_position_embeddings:,} tokens."]
     shares = not _is_dense(config)
-    if shares and config.layout != "cla" and not config.sharing_plan.packs:
+    if shares and format == "hf" and config.layout != "cla" and not config.sharing_plan.packs:
         near = config.num_sink_tokens + config.num_recent_tokens
         lines.append(f"Up to {near:,} tokens the KV cache is as large as the original one.")
     if format == "vllm":

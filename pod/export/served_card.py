@@ -1,14 +1,59 @@
 """The parts of a model card that are about serving engines, for exports of format `vllm`."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from pod.export.served import GRANITE, OWN, Target, target_of, windows_of_layers
 from pod.modeling.model.config import PodConfig
+from pod.plan.engines import BLOCK_TOKENS, EngineCache
 
 VLLM, TRANSFORMERS, SGLANG = "0.32.0", "5.23.0", "0.5.23"
 """The versions that exports were tried with: vLLM on CPUs, in float32. SGLang's source was only read."""
 PLUGIN = "pip install 'pod-kv[vllm]'"
 """How to install the plugin. In a clone, `pip install ./integrations/vllm` brings the plugin alone."""
+
+
+BATCH_TOKENS = 2048
+"""Tokens of prompts that vLLM reads at a time by default: its `--max-num-batched-tokens`."""
+
+
+def saved_in_vllm(config: PodConfig, n: int) -> float:
+    """The share of the original cache that vLLM saves for a request of n tokens, once its prompt is read."""
+    own = _cache(config)
+    return 1 - own.request_bytes(n, reading=False) / own.dense.request_bytes(n, reading=False)
+
+
+def sizes_in_vllm(config: PodConfig, lengths: Sequence[int]) -> str:
+    """A table of what vLLM holds for a request: the original model, and this one while it reads and then."""
+    own = _cache(config)
+    lines = ["| tokens | original KV cache, MB (16 bits) | this model, prompt read | then | saved |"]
+    lines.append("|---|---|---|---|---|")
+    for n in lengths:
+        sizes = (
+            own.dense.request_bytes(n, reading=False),
+            *(own.request_bytes(n, reading=reading) for reading in (True, False)),
+        )
+        cells = " | ".join(f"{size / 1e6:,.1f}" for size in sizes)
+        lines.append(f"| {n:,} | {cells} | {saved_in_vllm(config, n):.1%} |")
+    note = (
+        f"The sizes are for one request in vLLM, with blocks of {BLOCK_TOKENS} tokens. While a prompt is "
+        "read, layers with windows also hold the tokens of a batch: "
+        f"{BATCH_TOKENS:,} here, vLLM's usual number."
+    )
+    return "\n".join(lines) + f"\n\n{note}"
+
+
+def _cache(config: PodConfig) -> EngineCache:
+    """What vLLM holds of a model, all of whose windows are equal and come from its plan."""
+    windows = windows_of_layers(config)
+    count = sum(window is not None for window in windows)
+    return EngineCache(
+        num_full=len(windows) - count,
+        num_windows=count,
+        num_key_value_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        window=max((window for window in windows if window is not None), default=0),
+        batch_tokens=BATCH_TOKENS,
+    )
 
 
 def serving(config: PodConfig) -> str:

@@ -173,9 +173,9 @@ def _one(ours: str, own: Any, theirs: str, other: Any) -> Any:
 
 
 def _is_spread(device_map: Any) -> bool:
-    """Whether a ``device_map`` may name several devices."""
+    """Whether a ``device_map`` names devices by module, or asks for several devices."""
     if isinstance(device_map, Mapping):
-        return len(set(map(str, device_map.values()))) > 1
+        return bool(device_map.keys() - {""})
     return isinstance(device_map, str) and device_map in STYLES
 
 

@@ -106,6 +106,7 @@ def sink_weights(plan: SharingPlan | None, config: PodConfig, checkpoint: Any = 
     for layer in range(config.num_hidden_layers):
         if not config.has_constant_sinks(layer) or constants.logits[layer] is None:
             continue
+        constants.check_shapes(layer, config)
         for name, rows in (("sinks", constants.logits), ("sink_values", constants.values)):
             found[f"model.layers.{layer}.self_attn.{name}"] = torch.tensor(rows[layer], dtype=torch.float32)
     return found

@@ -366,11 +366,12 @@ def _device(asked: Any, what: str) -> torch.device:
     """
     if asked == "disk":
         raise ValueError(_no_offloading(f"{what} names disk"))
-    if isinstance(asked, int):
-        accelerator = torch.accelerator.current_accelerator()
-        asked = torch.device("cuda" if accelerator is None else accelerator.type, asked)
     try:
-        device = torch.device(asked)
+        if isinstance(asked, int):
+            accelerator = torch.accelerator.current_accelerator()
+            device = torch.device("cuda" if accelerator is None else accelerator.type, asked)
+        else:
+            device = torch.device(asked)
     except (RuntimeError, TypeError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(f"{what} names {asked!r}, which is no device ({reason})") from None
@@ -397,6 +398,8 @@ def _by_map(names: Sequence[str], asked: Mapping[str, Any], is_tied: bool) -> di
             or a tied head and the embedding would be on different devices.
     """
     for key in asked:
+        if not isinstance(key, str):
+            raise ValueError(f"device_map names {key!r}: its keys are names of modules, as '{names[1]}'")
         if any(key.startswith(f"{name}.") for name in names):
             raise ValueError(
                 f"device_map names {key}: a layer lies on one device; name {'.'.join(key.split('.')[:3])}"

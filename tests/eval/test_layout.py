@@ -36,7 +36,7 @@ def lines_of(gpus: str, tokens: int = 8192, rows: int = 1, plan=None, asked: str
 
 def test_70b_on_two_gpus_of_80_gib():
     first, *devices = lines_of("2x80")
-    assert first == "dense: 131.4 GiB of weights on 2 of 2 GPUs; 1 rows of 8,192 tokens fit beside them"
+    assert first == "dense: 131.4 GiB of weights on 2 of 2 GPUs; 1 row of 8,192 tokens fits beside them"
     assert devices == [
         "  cuda:0  layers 0-39      65.7 GiB of weights     1.2 GiB of cache",
         "  cuda:1  layers 40-79     65.7 GiB of weights     1.2 GiB of cache",
@@ -47,7 +47,7 @@ def test_70b_on_eight_gpus_of_24_gib_with_borders_between_blocks():
     for asked, used in (("auto", 7), ("balanced", 8)):
         first, *devices = lines_of("8x24", plan=BLOCKS, asked=asked)
         assert first.startswith(
-            f"dense: 131.4 GiB of weights on {used} of 8 GPUs; 1 rows of 8,192 tokens fit"
+            f"dense: 131.4 GiB of weights on {used} of 8 GPUs; 1 row of 8,192 tokens fits"
         )
         layers = [line.split()[2].split("-") for line in devices]
         assert len(layers) == used and all(int(start) % 4 == 0 for start, _ in layers)
@@ -144,6 +144,27 @@ def test_the_recipe_of_a_72b_model_is_laid_out_by_its_dry_run(tmp_path):
         == "  dense: 134.6 GiB of weights on 7 of 8 GPUs; 4 rows of 32,768 tokens fit beside them"
     )
     assert len(found["8x80"]) == 2 + 7
+
+
+def test_a_rank_has_its_share_of_the_gpus(tmp_path, monkeypatch):
+    """8 GPUs and 4 ranks: each rank lays the model out on two."""
+    (tmp_path / "config.json").write_text(json.dumps(QWEN_72B))
+    recipe = load_recipe("paper/razor_qwen15_72b", [f"model.path={tmp_path}"])
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    lines = evaluate.estimate(recipe, Gpus.of("8x80")).partition("Layout on ")[2].splitlines()
+    assert lines[0] == "2 of 8 GPUs of 80 GiB (eval.device: auto):"
+    assert "on 2 of 2 GPUs" in lines[1]
+
+
+def test_models_with_the_weights_of_dense_are_not_laid_out_again(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(QWEN_72B))
+    pod.SharingPlan([[layer - layer % 4] * 64 for layer in range(80)]).save(tmp_path / "plan.json")
+    changes = [f"model.path={tmp_path}", f"model.plan={tmp_path / 'plan.json'}"]
+    recipe = load_recipe("paper/razor_qwen15_72b", [*changes, "eval.methods=[full, pod-unadapted]"])
+    lines = evaluate.estimate(recipe, Gpus.of("8x80")).splitlines()
+    assert "  unadapted: on the weights of dense" in lines
+    assert lines[-1] == "  Models that do not fit beside each other are loaded in turns."
 
 
 @pytest.mark.parametrize("text", ["80", "0x80", "2x", "2x0", "two x 80"])

@@ -4,12 +4,14 @@ The dense weights under other plans and windows are the models that they say.
 """
 
 import json
+import weakref
 
 import pytest
 import torch
 from own_runs import PLAN, make_run, measure, nll_by_forward, write_place
 
 import pod
+from pod.eval.answer import model_set
 from pod.eval.runner import answers_of
 
 OTHER = pod.SharingPlan(lead=[[0, 0], [1, 0], [1, 2], [3, 2]])
@@ -52,6 +54,31 @@ def run(place):
 @pytest.fixture(scope="module")
 def payloads(run):
     return {name: measure(run, name) for name in run.method_runners}
+
+
+def test_dense_weights_under_a_plan_are_those_of_the_dense_model(place):
+    found = run_of(place, {"narrow": "PLACE/plan.json@4+16"}).models
+    dense, planned = found.get("dense"), [found.get("unadapted"), found.get("narrow")]
+    weight = dense.model.layers[0].mlp.up_proj.weight
+    assert all(one.model.layers[0].mlp.up_proj.weight.data_ptr() == weight.data_ptr() for one in planned)
+    assert dense.config.sharing_plan.is_dense and planned[0].config.sharing_plan.lead == PLAN.lead
+
+
+@pytest.mark.parametrize("room", [1.5, 100])
+def test_a_model_is_dropped_where_the_next_does_not_fit_beside_it(place, monkeypatch, room):
+    """The device has room for `room` models of this size."""
+    run_of(place, {}).models.get("unadapted").save_pretrained(place / "export")
+    found = run_of(place, {"export": "PLACE/export"}).models
+    first = weakref.ref(found.get("dense"))
+    size = sum(weight.nbytes for weight in first().parameters())
+
+    def left(devices):
+        return {device: (room - len(found._loaded)) * size for device in devices}
+
+    monkeypatch.setattr(model_set, "room_on", left)
+    found.get("export")
+    assert (first() is None) == (room < 2)
+    assert found.get("dense").config.sharing_plan.is_dense, "it is loaded again where it was dropped"
 
 
 @pytest.mark.parametrize("kind", KINDS)

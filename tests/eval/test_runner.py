@@ -314,6 +314,10 @@ def test_failed_method_is_recorded_and_the_others_go_on(place, tmp_path, monkeyp
             "'pod' needs the trained model, and there is none in /nowhere: run `pod export`",
         ),
         (
+            {"eval.pod_model": "/nowhere", "export.format": "vllm"},
+            "'pod' needs the trained model, and there is none in /nowhere: run `pod export --format hf`",
+        ),
+        (
             {"eval.text_sequences": 3000},
             "text for perplexity .eval.text.: asked for 3000 sequences of 256 tokens, but only ",
         ),

@@ -191,6 +191,19 @@ def test_the_card_says_who_serves_it_and_how(tmp_path):
     assert "library_name: vllm" in own and "library_name: transformers" in stock
 
 
+def test_the_card_has_the_bytes_that_vllm_holds(tmp_path):
+    """Two of four layers have windows of 16 tokens; blocks hold 16 tokens of a group of two layers."""
+    model = make_model(max_position_embeddings=4096)
+    export(model, tmp_path / "out", format="vllm")
+    card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+    config = model.config
+    block = 16 * 2 * 2 * config.num_key_value_heads * config.head_dim  # of one layer, 16-bit numbers
+    dense, near, reading = 4 * 128, 2 * 128 + 2 * 2, 2 * 128 + 2 * 129
+    sizes = " | ".join(f"{blocks * block / 1e6:,.1f}" for blocks in (dense, reading, near))
+    assert f"| 2,048 | {sizes} | {1 - near / dense:.1%} |" in card
+    assert "as large as the original one" not in card
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [

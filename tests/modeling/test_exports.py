@@ -205,6 +205,19 @@ def test_a_part_on_a_device_that_does_not_compute_is_refused(folder):
     assert said.startswith("device_map names cpu beside other devices: nothing is offloaded to host memory")
 
 
+@pytest.mark.parametrize(
+    ("device_map", "says"),
+    [
+        ({"foo": "cpu"}, "device_map names foo, which the model does not have"),
+        ({"model.layers.0": "cpu"}, "device_map says nothing of model.embed_tokens"),
+        ({0: "cpu"}, "device_map names 0: its keys are names of modules"),
+        ({"": -1}, "device_map = -1 is no device"),
+    ],
+)
+def test_a_wrong_map_of_one_device_is_refused_too(folder, device_map, says):
+    assert complaint(folder, device_map=device_map).startswith(says)
+
+
 def test_quantized_weights_are_refused_before_any_is_read(folder, monkeypatch, tmp_path):
     monkeypatch.setattr("pod.modeling.loading.AutoModelForCausalLM.from_pretrained", None)
     said = complaint(folder, quantization_config=BitsAndBytesConfig(load_in_8bit=True))

@@ -150,6 +150,8 @@ def test_a_map_by_modules_is_taken_or_refused_in_one_line():
         ({"model.layers.2": "cpu"}, "device_map names cpu beside other devices: nothing is offloaded"),
         ({"model.layers.2": "disk"}, "device_map names disk: nothing is offloaded to host memory or disk"),
         ({"model.layers.2": "gpu"}, "device_map names 'gpu', which is no device"),
+        ({"model.layers.2": -1}, "device_map names -1, which is no device"),
+        ({0: 1}, "device_map names 0: its keys are names of modules, as 'model.layers.0'"),
     ):  # fmt: skip
         assert says in complaint(place, config(False), 2, halves | changes, None)
     without = {name: device for name, device in halves.items() if name != "model.norm"}

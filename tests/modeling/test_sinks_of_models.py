@@ -104,6 +104,17 @@ def test_without_a_cache(model, plan, backend, monkeypatch):
         torch.testing.assert_close(found[row], naive(model, plan, ids[row]), rtol=0, atol=1e-9)
 
 
+def test_constants_of_another_model_are_refused(stock):
+    constants = constants_for(stock)
+    wider = SinkConstants(
+        constants.logits, tuple(row and tuple((*h, 0.0) for h in row) for row in constants.values)
+    )
+    with pytest.raises(
+        ValueError, match="the plan's constants in layer . are for .* KV heads of .* numbers, the"
+    ):
+        pod.load_model(stock, plan_for(stock, sink_constants=wider))
+
+
 def test_constants_matter(stock, model, plan):
     """A model without them, and one with other values, differ by far more than any tolerance here."""
     ids = random_ids(1, 60)

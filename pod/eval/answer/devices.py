@@ -134,6 +134,28 @@ def places_for(
     return place(config, bytes_per_number, asked, max_memory)
 
 
+def fits_whole(
+    config: "PodConfig",
+    bytes_per_number: int,
+    max_memory: "Mapping[torch.device, float]",
+    load: Load | None,
+) -> bool:
+    """Whether the weights of a model fit these devices, together with its cache where that is known.
+
+    Args: as for `places_for`.
+    """
+    from pod.modeling.placement import place
+
+    beside = None
+    if load is not None:
+        beside = [load.rows * size for size in cache_bytes(config, load.tokens, bytes_per_number)]
+    try:
+        place(config, bytes_per_number, "auto", max_memory, beside)
+    except ValueError:
+        return False
+    return True
+
+
 def layout_lines(
     title: str, config: "PodConfig", bytes_per_number: int, gpus: Gpus, load: Load, asked: str
 ) -> list[str]:
@@ -171,11 +193,14 @@ def layout_lines(
         if layers and crossing[layers[0]]:
             line += f", {crossing[layers[0]]} KV heads follow leads before it"
         lines.append(line)
-    rows = f"{load.rows} rows of {load.tokens:,} tokens"
+    rows = f"{load.rows} {'row' if load.rows == 1 else 'rows'} of {load.tokens:,} tokens"
     if min(most) >= load.rows:
-        said = f"{rows} fit beside them"
+        said = f"{rows} {'fits' if load.rows == 1 else 'fit'} beside them"
     else:
-        said = f"{rows} do not fit beside them, {min(most)} would: lower eval.batch_size, or use more GPUs"
+        verb = "does" if load.rows == 1 else "do"
+        said = (
+            f"{rows} {verb} not fit beside them, {min(most)} would: lower eval.batch_size, or use more GPUs"
+        )
     return [f"{head} on {len(set(numbers))} of {gpus.count} GPUs; {said}", *lines]
 
 

@@ -1,9 +1,11 @@
 """The models that an evaluation compares: dense, dense weights under the plan, adapted export.
 
-Each is loaded once, when first needed.
+Each is loaded when first needed, and stays while the next one fits beside it. Dense weights under a plan
+share the tensors of the dense model where both are compared.
 """
 
 import functools
+import gc
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +15,15 @@ import pod
 from pod.errors import one_line
 from pod.eval.answer.answer_cache import AnswerCache, key_of
 from pod.eval.answer.budget import bytes_per_token
-from pod.eval.answer.devices import Load, check_available, places_for, rank_devices, room_on, spread_of
+from pod.eval.answer.devices import (
+    Load,
+    check_available,
+    fits_whole,
+    places_for,
+    rank_devices,
+    room_on,
+    spread_of,
+)
 from pod.eval.answer.methods import EvaluatedMethod, find_method
 from pod.identity import content_of, plan_of
 from pod.models import read_config, resolve_model, ways_without_network
@@ -150,10 +160,12 @@ class Models:
         return ModelSource(place, windows=given)
 
     def _check_available(self) -> None:
+        # the folder that vLLM loads is not one that pod-kv loads
+        export = "pod export --format hf" if self.recipe.export.format == "vllm" else "pod export"
         if "adapted" in self.kinds and not (self.export / "config.json").is_file():
             raise ValueError(
-                f"method 'pod' needs the trained model, and there is none in {self.export}: "
-                "run `pod export`, set eval.pod_model, or compare 'pod-unadapted' instead"
+                f"method 'pod' needs the trained model, and there is none in {self.export}: run "
+                f"`{export}`, set eval.pod_model, or compare 'pod-unadapted' instead"
             )
         if "unadapted" in self.kinds and self.plan is None:
             raise ValueError("method 'pod-unadapted' needs a plan: run `pod explore` or set model.plan")
@@ -174,25 +186,47 @@ class Models:
     def get(self, kind: str) -> Any:
         """The model of a kind, in evaluation mode on the chosen device."""
         if kind not in self._loaded:
-            self._loaded[kind] = self._load(self.sources[kind])
+            self._loaded[kind] = self._load(kind)
         return self._loaded[kind]
 
-    def _load(self, source: ModelSource) -> Any:
-        args = self.recipe.model
+    def _load(self, kind: str) -> Any:
+        source, args = self.sources[kind], self.recipe.model
         check_available(self.devices)
         sinks, recent = source.windows or (None, None)
-        options = {"dtype": _dtype(args.dtype), "attention_backend": args.attention_backend}
-        windows: dict[str, Any] = {"num_sink_tokens": sinks, "num_recent_tokens": recent}
+        options: dict[str, Any] = {"num_sink_tokens": sinks, "num_recent_tokens": recent}
+        options["attention_backend"] = args.attention_backend
         if source.plan is not None:
-            windows["sinks"] = args.sinks
+            options["sinks"] = args.sinks
+        if self.shares_weights(kind):
+            return pod.load_model(self.get("dense"), source.plan, **options).eval()
+        if self._loaded and not self._fits_beside_others(source):
+            self._drop_others()
         path, file = self._place(source)
+        dtype = _dtype(args.dtype)
         where: dict[str, Any] = {"device": self.device}
         if len(self.devices) > 1:
-            asked = spread_of(self.recipe.eval.device)
-            size = options["dtype"].itemsize
-            room = room_on(self.devices)
-            where = {"device_map": places_for(self._target(source), size, asked, room, self.load)}
-        return pod.load_model(path, source.plan, **where, **options, **windows, **file).eval()
+            asked, room = spread_of(self.recipe.eval.device), room_on(self.devices)
+            places = places_for(self._target(source), dtype.itemsize, asked, room, self.load)
+            where = {"device_map": places}
+        return pod.load_model(path, source.plan, dtype=dtype, **where, **options, **file).eval()
+
+    def shares_weights(self, kind: str) -> bool:
+        """Whether a kind of model has the weights of the dense model, which is compared too."""
+        return kind != "dense" and self.sources[kind].path is None and "dense" in self.kinds
+
+    def _fits_beside_others(self, source: ModelSource) -> bool:
+        """Whether a model and its cache fit beside the models that are loaded."""
+        size = _dtype(self.recipe.model.dtype).itemsize
+        return fits_whole(self._target(source), size, room_on(self.devices), self.load)
+
+    def _drop_others(self) -> None:
+        """Give the memory of all loaded models back. Those that are needed again are loaded again."""
+        import torch
+
+        self._loaded.clear()
+        gc.collect()  # modules and their hooks refer to each other
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
     def _target(self, source: ModelSource) -> Any:
         """The configuration that a model will have once it is loaded, with its plan and windows."""

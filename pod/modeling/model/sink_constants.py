@@ -52,6 +52,26 @@ class SinkConstants:
                 return f"of layer {layer} are not all finite"
         return None
 
+    def check_shapes(self, layer: int, config: Any) -> None:
+        """Raise ``ValueError`` when a layer's constants have other shapes than the heads of a model.
+
+        Args:
+            layer: one that has constants.
+            config: the configuration of the model.
+        """
+        logits, values = self.logits[layer] or (), self.values[layer] or ((),)
+        found = len(logits), len(values), len(values[0])
+        wanted = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        if found != wanted:
+            own, theirs = (
+                f"{queries} query heads and {heads} KV heads of {size} numbers"
+                for queries, heads, size in (found, wanted)
+            )
+            raise ValueError(
+                f"the plan's constants in layer {layer} are for {own}, the model has {theirs}: make a plan "
+                "for this model with `pod explore`"
+            )
+
 
 def read_constants(content: dict[str, Any]) -> SinkConstants | None:
     """The constants in a plan.json, if it has any. ``ValueError`` if they are no tables of numbers."""
