@@ -81,12 +81,14 @@ def _layout(recipe: "Recipe", gpus: Gpus, load: Load | None, known: Mapping[str,
     import torch
 
     from pod.eval.answer.model_set import Models
-    from pod.modeling.placement import share_of_rank
+    from pod.modeling.placement import ROOM, share_of_rank
 
     asked = spread_of(recipe.eval.device)
     count = len(share_of_rank(gpus.count))
     whose = "" if count == gpus.count else f"{count} of "
-    lines = [f"Layout on {whose}{gpus.count} GPUs of {gpus.gib:g} GiB (eval.device: {asked}):"]
+    number = f"{whose}{gpus.count} {'GPU' if gpus.count == 1 else 'GPUs'}"
+    free = f"{ROOM:.0%} of each left for activations"
+    lines = [f"Layout on {number} of {gpus.gib:g} GiB (eval.device: {asked}; {free}):"]
     gpus = gpus._replace(count=count)  # of this rank
     try:
         models = Models(recipe)

@@ -134,7 +134,7 @@ def test_the_recipe_of_a_72b_model_is_laid_out_by_its_dry_run(tmp_path):
     found = {}
     for gpus in ("2x80", "8x80"):
         found[gpus] = evaluate.estimate(recipe, Gpus.of(gpus)).partition("Layout on ")[2].splitlines()
-    assert found["2x80"][0] == "2 GPUs of 80 GiB (eval.device: auto):"
+    assert found["2x80"][0] == "2 GPUs of 80 GiB (eval.device: auto; 10% of each left for activations):"
     # 64 KV heads: 2.5 MiB a token
     assert found["2x80"][1].startswith(
         "  dense: 134.6 GiB of weights on 2 of 2 GPUs; 4 rows of 32,768 tokens do not fit"
@@ -153,7 +153,7 @@ def test_a_rank_has_its_share_of_the_gpus(tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     lines = evaluate.estimate(recipe, Gpus.of("8x80")).partition("Layout on ")[2].splitlines()
-    assert lines[0] == "2 of 8 GPUs of 80 GiB (eval.device: auto):"
+    assert lines[0] == "2 of 8 GPUs of 80 GiB (eval.device: auto; 10% of each left for activations):"
     assert "on 2 of 2 GPUs" in lines[1]
 
 
