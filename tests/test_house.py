@@ -46,7 +46,7 @@ ARROWS = {
     "data": {"remote", "tokenizer", "verbosity"},
     "plan": {"model", "modeling", "kernels", "data", "training", "verbosity"},
     "training": {"model", "modeling", "kernels", "data", "toolchain", "verbosity"},
-    "export": {"model", "modeling", "training", "models", "__init__"},
+    "export": {"model", "modeling", "plan", "training", "models", "__init__"},
     "measure": {"model", "modeling"},
     "eval": {"model", "modeling", "kernels", "data", "measure", "notation", "registry", "verbosity"},
     "bench": {"eval", "measure", "model", "modeling", "__init__", "models", "recipe", "notation", "registry"},

@@ -132,6 +132,7 @@ sys.modules["pod.training.run.start"] = types.ModuleType("start")
 sys.modules["pod.training.run.start"].train = training
 train.note_on_data = lambda recipe: None
 train.make_passkeys = lambda recipe: []
+train.check_export = lambda recipe: None
 for case in json.loads(sys.argv[1]):
     allocator._said = ""
     before = dict(os.environ)
