@@ -252,12 +252,17 @@ def evaluated(device: str) -> list[tuple]:
     with tempfile.TemporaryDirectory() as folder:
         text = Path(folder, "text.txt")
         text.write_text("".join(f"Sentence number {i}, said {i * 7919 % 97} times. " for i in range(80)))
+        plan = pod.SharingPlan([[0, 0], [0, None], [2, 2], [None, 2]])  # of tiny, on the dense weights
+        plan.save(Path(folder, "plan.json"))
         settings = {
             "output_dir": folder,
             "model.path": "package:tiny",
             "eval.text": [str(text)],
             "eval.device": device,
-            "eval.methods": ["full", "snapkv[window=8]@50%", "int4"],
+            "model.plan": str(Path(folder, "plan.json")),
+            "model.num_sink_tokens": 4,
+            "model.num_recent_tokens": 60,
+            "eval.methods": ["full", "pod-unadapted", "snapkv[window=8]@50%", "int4"],
             "eval.tasks": ["perplexity", "passkey"],
             "eval.text_length": 256,
             "eval.min_context": 128,
