@@ -58,7 +58,7 @@ DISTILLED: dict[str, Any] = {
 }
 """Such a row is compared with the dense model as it is: distilled alike, that one would not change.
 
-Its steps have half the tokens and three times the rate: that heals more with the same tokens (LOG.md)."""
+Its steps have half the tokens and three times the rate, as those of plans_layers.py (LOG.md)."""
 
 
 @dataclass(frozen=True)

@@ -27,11 +27,12 @@ import torch
 from gpu_tools import DeviceLost, choose_device, finish, goal_row, header, is_lost, parser, start
 
 from pod.bench.args import FULL, bench_method
-from pod.bench.decode_speed import Bench, free, make_cache
+from pod.bench.decode_speed import Bench, make_cache
 from pod.bench.run import load, plan_bench
 from pod.errors import one_line
 from pod.eval.answer.methods import EvaluatedMethod
 from pod.measure.max_batch import Tries, search
+from pod.modeling.placement import free_unused
 from pod.recipe import load_recipe
 
 GOAL = 0.97
@@ -75,7 +76,7 @@ def measure(bench: Bench, tokens: int, limit: int | None) -> dict[str, Any]:
     for method in (FULL, POD):
         tries = RoomTries(bench, method, tokens, limit)
         methods[method.name] = search(tries, MOST_ROWS)
-        free(bench.device)
+        free_unused(bench.device)
         if not methods[method.name]["batch"]:
             raise ValueError(f"not one row of {tokens} tokens fits for {method.name}: {tries.failed}")
     full, own = methods.values()

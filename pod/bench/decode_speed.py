@@ -16,7 +16,6 @@ takes the same time as after a real prompt. Caches that compress a prompt by its
 with an attention that returns zeros.
 """
 
-import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,7 +32,7 @@ from pod.errors import one_line
 from pod.eval.answer.methods import EvaluatedMethod
 from pod.measure.random_cache import fill_with_random_tokens
 from pod.measure.speed_comparison import RaceEntry, race, spread
-from pod.modeling.placement import is_spread, places_of
+from pod.modeling.placement import free_unused, is_spread, places_of
 from pod.notation import parse
 from pod.registry.combine import has_decode_engine
 
@@ -134,16 +133,6 @@ def make_entry(
     return one, note
 
 
-def free(device: torch.device) -> None:
-    """Give back memory that nobody holds any more.
-
-    Garbage is collected first, because engines and caches refer to each other.
-    """
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-
-
 def fastest_backend(bench: Bench, batch: int, length: int) -> tuple[str, dict[str, Any]]:
     """The decode backend with which the dense cache is fastest, and what was tried.
 
@@ -162,7 +151,7 @@ def fastest_backend(bench: Bench, batch: int, length: int) -> tuple[str, dict[st
         except Exception as error:  # noqa: BLE001 - compilers and drivers raise anything; the others go on
             tried[name] = one_line(error, with_class=True, limit=400)
         one = None
-        free(bench.device)
+        free_unused(bench.device)
     found = {name: seconds for name, seconds in tried.items() if isinstance(seconds, float)}
     if not found:
         raise ValueError(f"no decode backend runs the dense cache here: {tried}")
@@ -206,7 +195,7 @@ def compare(
             found[method.name] = compare_speed(bench, full, method, batch, capacity)
         except Exception as error:  # noqa: BLE001 - as above
             found[method.name] = {"error": one_line(error, with_class=True, limit=400)}
-        free(bench.device)
+        free_unused(bench.device)
         if full.failed is not None:
             raise full.failed
     about["bytes_by_part"] = held

@@ -183,7 +183,8 @@ def _savings(config: PodConfig, base: str | None, format: str) -> Iterator[str]:
     most = config.max_position_embeddings
     lengths = [n for n in LENGTHS if n <= most] or [most]
     in_vllm = format == "vllm" and not _own_windows(config)
-    share = (saved_in_vllm if in_vllm else saved_share)(config, lengths[-1])
+    share_at = saved_in_vllm if in_vllm else saved_share
+    share = share_at(config, lengths[-1])
     saving = f"takes {share:.0%} less memory at {lengths[-1]:,} tokens than the original one"
     paper = f"The method comes from {_PAPERS[config.layout]}."
     yield f"This is {model} with a KV cache that {saving}. {_idea(config)} {paper}"

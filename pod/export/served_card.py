@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from pod.export.served import GRANITE, OWN, Target, target_of, windows_of_layers
 from pod.modeling.model.config import PodConfig
+from pod.plan.args import ExploreArgs
 from pod.plan.engines import BLOCK_TOKENS, EngineCache
 
 VLLM, TRANSFORMERS, SGLANG = "0.32.0", "5.23.0", "0.5.23"
@@ -12,7 +13,7 @@ PLUGIN = "pip install 'pod-kv[vllm]'"
 """How to install the plugin. In a clone, `pip install ./integrations/vllm` brings the plugin alone."""
 
 
-BATCH_TOKENS = 2048
+BATCH_TOKENS = ExploreArgs.engine_batch_tokens
 """Tokens of prompts that vLLM reads at a time by default: its `--max-num-batched-tokens`."""
 
 
@@ -23,7 +24,11 @@ def saved_in_vllm(config: PodConfig, n: int) -> float:
 
 
 def sizes_in_vllm(config: PodConfig, lengths: Sequence[int]) -> str:
-    """A table of what vLLM holds for a request: the original model, and this one while it reads and then."""
+    """A table of the megabytes that vLLM holds for one request of so many tokens.
+
+    Its columns are the original model, this one while it reads the prompt, this one afterwards, and the share
+    that is saved then.
+    """
     own = _cache(config)
     lines = ["| tokens | original KV cache, MB (16 bits) | this model, prompt read | then | saved |"]
     lines.append("|---|---|---|---|---|")

@@ -12,7 +12,6 @@ also has the number of rows that would fit if rows could be cut.
 """
 
 import collections
-import gc
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor
 
 from pod.measure.measured_memory import Meter, free_memory, next_token, now, weight_bytes
+from pod.modeling.placement import free_unused
 
 _KEPT = 200  # characters of an error
 
@@ -122,9 +122,9 @@ class Tries:
 
     def _free(self) -> None:
         """Free the GPU memory of a try, also what a failed try left in reference cycles."""
-        if next(self.model.parameters()).is_cuda:
-            gc.collect()
-            torch.cuda.empty_cache()
+        device = next(self.model.parameters()).device
+        if device.type == "cuda":
+            free_unused(device)
 
 
 class LongTries(Tries):

@@ -7,6 +7,7 @@ their devices about equally, the one with the fewest KV heads that cross a borde
 """
 
 import difflib
+import gc
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -312,6 +313,16 @@ def free_bytes(device: torch.device) -> float:
     if device.type != "cuda":
         return math.inf
     return float(torch.cuda.mem_get_info(device)[0])
+
+
+def free_unused(device: torch.device) -> None:
+    """Give back memory that nobody holds any more; on a GPU, also what its allocator keeps.
+
+    Garbage is collected first, because modules, engines and caches refer to each other.
+    """
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def share_of_rank(count: int) -> range:

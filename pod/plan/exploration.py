@@ -1,6 +1,5 @@
 """From a recipe's settings to what is measured: on which text, with which model, for which saving."""
 
-import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -18,7 +17,7 @@ from pod.data.rows.manifest import MANIFEST_NAME, read_manifest
 from pod.modeling.loading import load_model
 from pod.modeling.model.llama import PodForCausalLM
 from pod.modeling.model.sharing import SharingPlan, check_bits
-from pod.modeling.placement import ROOM, free_bytes, share_of_rank
+from pod.modeling.placement import ROOM, free_bytes, free_unused, share_of_rank
 from pod.models import resolve_model
 from pod.plan.args import ExploreArgs
 from pod.plan.costs import cost_shapes
@@ -141,8 +140,7 @@ class Exploration:
             changes: arguments of `load_model`; without any, the model is loaded as it is.
         """
         if torch.cuda.is_available():  # an earlier model's memory counts as taken until it is given back
-            gc.collect()
-            torch.cuda.empty_cache()
+            free_unused(torch.device("cuda"))
         dtype = getattr(torch, self.settings["dtype"])
         gguf_file = self.settings["gguf_file"]
         return load_model(

@@ -62,7 +62,7 @@ def make_bench(lead, *settings, bits=None):
 @pytest.fixture(autouse=True)
 def no_collections(monkeypatch):
     """Collecting garbage takes a second in a process that has loaded everything."""
-    monkeypatch.setattr(decode_speed.gc, "collect", lambda: 0)
+    monkeypatch.setattr("gc.collect", lambda: 0)
 
 
 @pytest.fixture

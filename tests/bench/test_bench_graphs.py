@@ -69,7 +69,7 @@ def gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(fused, "choose", choose)
     monkeypatch.setattr(decode_speed, "races_on", lambda device: 2)
-    monkeypatch.setattr(decode_speed.gc, "collect", lambda: 0)
+    monkeypatch.setattr("gc.collect", lambda: 0)
     RECORDABLE.add("grouped")  # in place of our kernel, which needs a GPU
     with dense_peers():
         yield counts

@@ -126,7 +126,7 @@ def places_for(
     from pod.modeling.placement import place
 
     if load is not None:
-        beside = [load.rows * size for size in cache_bytes(config, load.tokens, bytes_per_number)]
+        beside = _bytes_beside(config, bytes_per_number, load)
         try:
             return place(config, bytes_per_number, asked, max_memory, beside)
         except ValueError:
@@ -140,20 +140,25 @@ def fits_whole(
     max_memory: "Mapping[torch.device, float]",
     load: Load | None,
 ) -> bool:
-    """Whether the weights of a model fit these devices, together with its cache where that is known.
+    """Whether the weights of a model fit these devices, together with its cache.
 
-    Args: as for `places_for`.
+    Args:
+        max_memory: bytes of each device that both may take.
+        load: what the cache will hold. None = not known: the weights alone must fit.
     """
     from pod.modeling.placement import place
 
-    beside = None
-    if load is not None:
-        beside = [load.rows * size for size in cache_bytes(config, load.tokens, bytes_per_number)]
+    beside = None if load is None else _bytes_beside(config, bytes_per_number, load)
     try:
         place(config, bytes_per_number, "auto", max_memory, beside)
     except ValueError:
         return False
     return True
+
+
+def _bytes_beside(config: "PodConfig", bytes_per_number: int, load: Load) -> list[int]:
+    """Bytes of each layer's keys and values, for all rows."""
+    return [load.rows * size for size in cache_bytes(config, load.tokens, bytes_per_number)]
 
 
 def layout_lines(
@@ -193,14 +198,12 @@ def layout_lines(
         if layers and crossing[layers[0]]:
             line += f", {crossing[layers[0]]} KV heads follow leads before it"
         lines.append(line)
-    rows = f"{load.rows} {'row' if load.rows == 1 else 'rows'} of {load.tokens:,} tokens"
+    rows, fit, do_not = ("row", "fits", "does not") if load.rows == 1 else ("rows", "fit", "do not")
+    said = f"{load.rows} {rows} of {load.tokens:,} tokens"
     if min(most) >= load.rows:
-        said = f"{rows} {'fits' if load.rows == 1 else 'fit'} beside them"
+        said += f" {fit} beside them"
     else:
-        verb = "does" if load.rows == 1 else "do"
-        said = (
-            f"{rows} {verb} not fit beside them, {min(most)} would: lower eval.batch_size, or use more GPUs"
-        )
+        said += f" {do_not} fit beside them, {min(most)} would: lower eval.batch_size, or use more GPUs"
     return [f"{head} on {len(set(numbers))} of {gpus.count} GPUs; {said}", *lines]
 
 

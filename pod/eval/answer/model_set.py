@@ -5,7 +5,6 @@ share the tensors of the dense model where both are compared.
 """
 
 import functools
-import gc
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -193,8 +192,11 @@ class Models:
         source, args = self.sources[kind], self.recipe.model
         check_available(self.devices)
         sinks, recent = source.windows or (None, None)
-        options: dict[str, Any] = {"num_sink_tokens": sinks, "num_recent_tokens": recent}
-        options["attention_backend"] = args.attention_backend
+        options: dict[str, Any] = {
+            "num_sink_tokens": sinks,
+            "num_recent_tokens": recent,
+            "attention_backend": args.attention_backend,
+        }
         if source.plan is not None:
             options["sinks"] = args.sinks
         if self.shares_weights(kind):
@@ -221,12 +223,10 @@ class Models:
 
     def _drop_others(self) -> None:
         """Give the memory of all loaded models back. Those that are needed again are loaded again."""
-        import torch
+        from pod.modeling.placement import free_unused
 
         self._loaded.clear()
-        gc.collect()  # modules and their hooks refer to each other
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        free_unused(self.devices[0])
 
     def _target(self, source: ModelSource) -> Any:
         """The configuration that a model will have once it is loaded, with its plan and windows."""
