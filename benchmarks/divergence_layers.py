@@ -1,12 +1,12 @@
 """How far a plan is from the dense model, in nats per token: whole layers and heads, constants and tokens.
 
-    python benchmarks/divergence_layers.py --model smollm2     # one to two minutes a row on one core
+    python benchmarks/divergence_layers.py --model smollm2     # three minutes a row on one core
     python benchmarks/divergence_layers.py --assemble          # writes results/divergence_layers.json, .md
 
-Rows are the plans of `plans_layers.py`, and the models that were trained there. Its table has perplexities of
-16 texts, 128 tokens each, whose intervals are too wide to compare two plans. Here it is the divergence
-KL(dense ‖ plan) behind the second half of the same texts, and the loss there. Windows hold while a text is
-read, as in an engine. So RazorAttention, which reads with all tokens, is left out.
+Rows are the plans of `plans_layers.py`, and the models that were distilled there. Its table has perplexities
+of 16 texts, 128 tokens each, whose intervals are too wide to compare two plans. Here it is the divergence
+KL(dense ‖ plan) in the second half of the same texts, and the loss there. Windows hold while a text is read,
+as in an engine. So RazorAttention, which reads with all tokens, is left out.
 
 Intervals are over texts (Student's t). Figures are kept in runs/plans_layers/<model>/divergence/. What is
 made anew must be removed there by hand.
@@ -87,7 +87,7 @@ def figures(dense: Tensor, own: Tensor, head: Any, labels: Tensor) -> tuple[floa
 
 def measure(model: str, only: list[str]) -> Iterator[dict[str, Any]]:
     """Figures of each row that is missing, dense first."""
-    wanted = [row for row in rows(model) if row.spec in ("full", "pod")]
+    wanted = [row for row in rows(model) if row.spec in ("full", "pod") and way_of(row.name) != "adapted"]
     wanted = [row for row in wanted if row.name == "dense" or not only or row.name.startswith(tuple(only))]
     missing = [row for row in wanted if not kept_at(WORK / model / "divergence", row.name).is_file()]
     if not missing:
