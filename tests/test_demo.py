@@ -3,6 +3,7 @@
 What an older recipe trained is not taken for this one's.
 """
 
+import json
 import os
 import subprocess
 import sys
@@ -214,3 +215,21 @@ def test_the_last_line_says_how_to_serve_what_was_made(tmp_path, lead):
     assert (again.explore.target, again.explore.granularity) == ("vllm", "layer")
     assert (again.model.sinks, again.output_dir) == ("constant", f"{tmp_path}/run-vllm")
     assert "this plan is by head" in said and "\n" not in said
+
+
+def test_the_summary_says_how_long_the_training_was_and_compares_no_losses(tmp_path):
+    recipe = load_recipe(None, [f"output_dir={tmp_path}"])
+    for folder in (recipe.train_dir, recipe.eval_dir):
+        folder.mkdir(parents=True)
+    rows = [
+        {"step": 1, "loss": 1.25, "labels": 1000.0},
+        {"eval": {}},
+        {"step": 2, "loss": 2.5, "labels": 234.0},
+    ]
+    lines = "".join(f"{json.dumps(row)}\n" for row in rows)
+    (recipe.train_dir / "metrics.jsonl").write_text(lines, encoding="utf-8")
+    (recipe.eval_dir / "report.md").write_text("# A title\n\nfirst\n* second\n", encoding="utf-8")
+    (tmp_path / "export_check.json").write_text('{"relative_logit_error": 0.0}', encoding="utf-8")
+    report, training, *_ = demo.summary(recipe).rsplit("\n", 3)
+    assert report == "# A title\n\nfirst"
+    assert training == "training: 2 steps on 1,234 tokens"

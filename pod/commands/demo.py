@@ -179,13 +179,16 @@ def run_command(command: list[str], has_gpu: bool) -> int:
 
 
 def summary(recipe: Recipe) -> str:
-    """The first part of the report, the first and last loss, and how far the export's logits differ."""
+    """The first part of the report, how long the training was, and how far the export's logits differ.
+
+    Losses are left out: steps read different texts, so the last loss may be the higher one.
+    """
     metrics = (recipe.train_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    losses = [row["loss"] for row in map(json.loads, metrics) if "loss" in row]
+    labels = [row["labels"] for row in map(json.loads, metrics) if "labels" in row]
     error = read_json(Path(recipe.output_dir) / "export_check.json")["relative_logit_error"]
     report = (recipe.eval_dir / "report.md").read_text(encoding="utf-8").split("\n* ")[0]
     return (
-        f"{report}\ntraining: {len(losses)} steps, loss {losses[0]:.3f} → {losses[-1]:.3f}\n"
+        f"{report}\ntraining: {len(labels)} steps on {sum(labels):,.0f} tokens\n"
         f"export: loads with plain transformers, logits equal to a relative difference of {error:.0e}\n"
         f"report: {recipe.eval_dir / 'report.html'}"
     )
