@@ -14,22 +14,20 @@ made anew must be removed there by hand.
 
 import argparse
 from collections.abc import Iterator
+from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
-import numpy as np
 import torch
-from judge_plans import Row, kept_at, read_kept
+from judge_plans import Bench, kept_at, read_kept
 from plans_layers import DTYPE, RESULT, ROOT, SIZES, WORK, own_recipe, plans_of, rows, way_of
-from scipy.stats import t as student
 from torch import Tensor
 from tqdm import tqdm
 
 import pod
-from pod.data import held_out_documents, long_sequences
+from pod.eval.statistics.confidence import mean
 from pod.files import atomic_write_text, write_json
 from pod.measure.machine import environment
-from pod.models import resolve_model
 from pod.recipe import load_recipe
 
 OUT = RESULT.with_name("divergence_layers.json")
@@ -43,26 +41,6 @@ PAIRS = (
     ("distilled layers constant 50", "distilled heads constant 50"),
 )
 """Rows that are compared: the first over the second."""
-
-
-def load(model: str, row: Row) -> pod.PodForCausalLM:
-    """The model of a row, in float32."""
-    if row.model is not None:
-        return pod.load_model(row.model, dtype=DTYPE)
-    recipe = load_recipe(own_recipe(model, "tokens"))
-    plan = None if row.plan is None else plans_of(model) / row.plan
-    return pod.load_model(
-        resolve_model(recipe.model.path), gguf_file=recipe.model.gguf_file, dtype=DTYPE, plan=plan
-    )
-
-
-def texts(model: str) -> Tensor:
-    """The held-out texts ``[B, n]`` of `plans_layers.py`."""
-    recipe = load_recipe(own_recipe(model, "tokens"))
-    tokenizer = pod.load_tokenizer(resolve_model(recipe.model.path), gguf_file=recipe.model.gguf_file)
-    documents = held_out_documents(recipe.data_dir, tokenizer)
-    sizes = SIZES[model]
-    return torch.from_numpy(long_sequences(documents, sizes.texts, sizes.length, recipe.seed + 1))
 
 
 @torch.no_grad()
@@ -92,11 +70,12 @@ def measure(model: str, only: list[str]) -> Iterator[dict[str, Any]]:
     missing = [row for row in wanted if not kept_at(WORK / model / "divergence", row.name).is_file()]
     if not missing:
         return
-    ids = texts(model)
-    dense = load(model, wanted[0])
+    sizes = replace(SIZES[model], key_lengths=())
+    bench = Bench(load_recipe(own_recipe(model, "tokens")), plans_of(model), DTYPE, sizes)
+    ids, dense = bench.text, bench.model(wanted[0])
     expected = [states(dense, one) for one in tqdm(ids, desc="dense", unit="text")]
     for row in missing:
-        own = load(model, row)
+        own = bench.model(row)
         found = [
             figures(wanted, states(own, one), dense.lm_head, one[FIRST + 1 :])
             for wanted, one in zip(expected, tqdm(ids, desc=row.name, unit="text"), strict=True)
@@ -107,15 +86,10 @@ def measure(model: str, only: list[str]) -> Iterator[dict[str, Any]]:
         yield {"name": row.name, "divergence": divergence, "loss": loss} | same
 
 
-def interval(values: list[float]) -> tuple[float, float, float]:
-    """The mean, and its 95 % interval (Student's t)."""
-    mean = fmean(values)
-    half = float(student.ppf(0.975, len(values) - 1)) * float(np.std(values, ddof=1)) / len(values) ** 0.5
-    return mean, mean - half, mean + half
-
-
 def cell(values: list[float]) -> str:
-    return "{:.4f} ({:.4f} to {:.4f})".format(*interval(values))
+    """The mean, and its 95 % interval."""
+    found = mean(values)
+    return f"{found.value:.4f} ({found.low:.4f} to {found.high:.4f})"
 
 
 def less(own: list[float], other: list[float]) -> list[float]:

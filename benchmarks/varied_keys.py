@@ -24,6 +24,7 @@ import torch
 from judge_plans import Bench, Found, Row, Sizes, kept_at, key_cell, read_kept
 from plans_smollm2 import DTYPE, PLANS, RESULTS, ROOT, rows
 
+from pod.eval.statistics.confidence import mcnemar
 from pod.eval.suites.haystack import Frame, load_sentences
 from pod.eval.tasks import niah
 from pod.eval.tasks.passkey import TASK, PasskeyPrompt
@@ -34,6 +35,8 @@ from pod.recipe import load_recipe
 KEPT = ROOT / "runs" / "plans_smollm2" / "keys"
 OUT = RESULTS / "varied_keys_smollm2.json"
 LENGTH, PROMPTS = 2048, 40
+PAIR = ("plan narrow_80", "razor+int4 narrow 20%")
+"""Rows of equal bytes that are compared prompt by prompt."""
 FILLERS = (
     "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.",
     "A boat left the bay at dawn. The water was calm. Nobody spoke. The day was long.",
@@ -109,11 +112,22 @@ def measure(bench: Bench, prompts: dict[str, list[PasskeyPrompt]], row: Row) -> 
     return {"name": row.name, "right": right, "date": now["date"], "commit": now["commit"]}
 
 
+def compared(own: list[bool], other: list[bool]) -> str:
+    """How often only one of `PAIR` is right on the same prompts, and whether that may be chance."""
+    gained = sum(a and not b for a, b in zip(own, other, strict=True))
+    lost = sum(b and not a for a, b in zip(own, other, strict=True))
+    names = f"Of {len(own)} prompts, {PAIR[0]} alone finds {gained}, {PAIR[1]} alone {lost}"
+    return f"{names} (McNemar's exact test: p = {mcnemar(gained, lost):.2f})."
+
+
 def assemble() -> None:
     """One JSON and one Markdown table."""
     found = sorted(read_kept(KEPT, ROOT), key=lambda x: x["name"])
     lines = [f"| | {' | '.join(KINDS)} |", "|" + "---|" * (len(KINDS) + 1)]
     lines += [f"| {x['name']} | {' | '.join(key_cell(x['right'][kind]) for kind in KINDS)} |" for x in found]
+    rights = {x["name"]: list(itertools.chain(*x["right"].values())) for x in found}
+    if rights.keys() >= set(PAIR):
+        lines.append(f"\n{compared(*(rights[name] for name in PAIR))}")
     lines.append(f"\n{PROMPTS} prompts of {LENGTH} tokens of each kind, {DTYPE}.")
     settings = {"length": LENGTH, "prompts": PROMPTS, "dtype": str(DTYPE)}
     write_json(OUT, {"environment": environment(), "settings": settings, "rows": found})

