@@ -57,8 +57,11 @@ def attend(call: Call) -> tuple[Tensor, Tensor]:
         with torch.no_grad():
             return merge_sink(*_forward(call), sink)
     bare = call._replace(q=None, tokens=None, lead=None, sink=None)  # type: ignore[arg-type]
+    q, keys, values, q_lead, k_lead = tensors
+    seen = max((segment.keys[1] for segment in call.segments.all), default=0)
+    keys, values, k_lead = (x if x is None else span(x, 0, seen) for x in (keys, values, k_lead))
     return differentiable(
-        [x if x is None else span(x, 0, x.shape[2]) for x in tensors],
+        [q, keys, values, q_lead, k_lead],
         lambda inputs: _forward(_with(bare, *inputs)),
         lambda inputs, *results: _backward(_with(bare, *inputs), *results),
         sink,
