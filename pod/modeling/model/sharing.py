@@ -24,8 +24,8 @@ _FIRST_WITH_WINDOWS = 3
 SINKS = ("tokens", "constant", "none")
 """Kinds of sinks in a head that keeps its window. ``tokens``: it stores the first tokens. ``constant``: a
 learned or measured logit and value take their place. ``none``: it has neither."""
-# defaults of a quantizer: how many numbers share a scale, and how many of the newest tokens stay native
-GROUP_SIZE, RESIDUAL = 32, 128
+# defaults of 8 and 4 bits: how many numbers share a scale, and how many of the newest tokens stay native
+GROUP_SIZE, RESIDUAL = 32, 32
 NATIVE_TOKENS = RESIDUAL + (GROUP_SIZE - 1) / 2  # an average, since tokens are packed a group at a time
 BITS = (16, 8, 4)
 """Bits per number that a plan may give a layer. 16 = as the model computes."""
@@ -388,8 +388,7 @@ class SharingPlan:
             raise ValueError(
                 "this plan does not record its windows: give num_sink_tokens and num_recent_tokens"
             )
-        near = min(n, sinks + recent)
-        return 1 - self._held(n) - near / n * (self.share_followers / 2 + self.share_windows)
+        return 1 - self._held(n) - self._held_near(n, sinks, recent)
 
     def choose_windows(
         self,
@@ -449,6 +448,26 @@ class SharingPlan:
             total += keys * sum(lead == layer for lead in row)
             total += values * sum(lead is not None for lead in row)
         return total / (2 * self.num_pairs)
+
+    def _held_near(self, n: int, sinks: int, recent: int) -> float:
+        """Bytes of the windows at ``n`` tokens, as a share of dense bytes.
+
+        A head with a window has one for keys and one for values, a follower has one for keys. A window that
+        is longer than what stays native is packed too, in groups of channels (``GroupQuantizer.window``).
+        """
+        held = min(n, sinks + recent)
+        native = min(held, sinks + RESIDUAL + GROUP_SIZE)
+        total = 0.0
+        for layer, row in enumerate(self.lead):
+            bits = 16 if self.bits is None else self.bits[layer]
+            tokens: float = held
+            if bits < 16 and native < held:
+                _, packed_bits = bits_per_number(bits, self.head_dim)
+                tokens = native + (held - sinks - RESIDUAL) * packed_bits / 16
+            windows = sum(lead is None for lead in row)
+            followers = sum(lead not in (None, layer) for lead in row)
+            total += tokens * (2 * windows + followers)
+        return total / (2 * self.num_pairs * n)
 
     def blocks(self, head: int) -> list[list[int]]:
         """The blocks of one KV head, each as a list of its layers, lead first. Windows are in no block."""
