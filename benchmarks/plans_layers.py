@@ -254,6 +254,22 @@ def way_of(name: str) -> str:
     return first if first in WAYS else ""
 
 
+def tokens_of(model: str, row: dict[str, Any]) -> int | None:
+    """How many tokens the model of a row was trained on; None = it was not trained.
+
+    The metrics of the training say so where it ran, and the row itself elsewhere.
+    """
+    way = way_of(row["name"])
+    if not way:
+        return None
+    stem = row["name"].removeprefix(way).strip().replace(" ", "_")
+    metrics = WORK / model / way / stem / "metrics.jsonl"
+    if not metrics.is_file():
+        return int(row["trained_tokens"])
+    steps = len(metrics.read_text(encoding="utf-8").splitlines())
+    return steps * SIZES[model].length
+
+
 def how_measured(model: str, ways: set[str]) -> str:
     """What a reader needs to know of the rows of a model, whose models were trained in these ways."""
     sizes = SIZES[model]
@@ -263,10 +279,9 @@ def how_measured(model: str, ways: set[str]) -> str:
         f"per length."
     )
     against = {"adapted": "the dense model trained alike", "distilled": "the dense model as it is"}
-    for way, schedule in SCHEDULES[model].items():
+    for way in WAYS:
         if way in ways:
-            tokens = f"{schedule['max_steps'] * sizes.length:,}"
-            measured += f" {way.capitalize()} rows: LoRA, {tokens} tokens, against {against[way]}."
+            measured += f" {way.capitalize()} rows: LoRA, against {against[way]}."
     return measured
 
 
@@ -284,7 +299,11 @@ def assemble() -> None:
         lines += [f"\n## {model}\n", *table_head(SIZES[model])]
         for x in measured:
             start = dense["adapted dense" if way_of(x["name"]) == "adapted" else "dense"]
-            lines.append(table_line(x, start))
+            line = table_line(x, start)
+            tokens = x["trained_tokens"] = tokens_of(model, x)
+            lines.append(
+                line if tokens is None else line.replace(x["name"], f"{x['name']}, {tokens:,} tokens", 1)
+            )
         lines.append(f"\n{how_measured(model, {way_of(x['name']) for x in measured})}")
         kept[model] = measured
     sizes = {model: asdict(SIZES[model]) for model in kept}
