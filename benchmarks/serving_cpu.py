@@ -120,7 +120,7 @@ def theory(count: int, cache_mib: int) -> float:
         num_key_value_heads=KV_HEADS,
         head_dim=HEAD_DIM,
         window=WINDOW,
-        batch_tokens=BATCH_TOKENS,
+        tokens_in_flight=BATCH_TOKENS,  # on CPUs vLLM has no asynchronous scheduling
         block_tokens=CPU_BLOCK,
         number_bytes=FLOAT32,
     )
@@ -247,6 +247,7 @@ def main() -> None:
         "vllm, torch, transformers there": vllm_version(arguments.python),
         "ran_beside": arguments.beside,
         "window": WINDOW,
+        "max_num_batched_tokens": BATCH_TOKENS,
         "capacity_in_1_gib": held,
         "throughput": raced,
         "summary": goals,

@@ -109,6 +109,11 @@ def fields_of(source: Any) -> dict[str, Any]:
     """
     name = source.model_type
     if name not in FAMILIES:
+        if getattr(source, "pod_export", None) == "vllm":  # `MARK` of pod/export/served.py
+            raise ValueError(
+                f"model_type = {name!r} with pod_export = 'vllm' is an export for serving engines, which "
+                "pod-kv does not load: export the model with `pod export --format hf`, and load that folder"
+            )
         known = f"{', '.join(FAMILIES)}; exports of this project load from their folder"
         raise ValueError(f"model_type = {name!r} is not supported; supported are {known}")
     family = FAMILIES[name]

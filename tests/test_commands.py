@@ -270,6 +270,22 @@ def test_what_the_export_will_refuse_is_refused_before_training(monkeypatch, cap
     assert code == 0 and f"note: export.format is vllm, which will refuse the trained model: {why}" in output
 
 
+def test_a_plan_for_vllm_is_checked_before_training_whatever_the_format(monkeypatch, capsys, tmp_path):
+    """README's way gives the format to `pod export` alone."""
+    import pod
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("pod.training.run.start.train", lambda recipe, passkeys: pytest.fail("it trains"))
+    lead = [[layer, None] for layer in range(4)]
+    pod.SharingPlan(lead, provenance={"target": "vllm"}).save(tmp_path / "plan.json")
+    words = ["train", "--set", "model.path=package:tiny", "--set", f"model.plan={tmp_path / 'plan.json'}"]
+    why = "the plan was made for vLLM, whose export will refuse the trained model: the plan gives heads of"
+    code, _, error = said(monkeypatch, capsys, *words)
+    assert code == 2 and why in error
+    code, output, _ = said(monkeypatch, capsys, *words, "--dry-run")
+    assert code == 0 and f"note: {why}" in output
+
+
 def test_a_list_may_be_read_in_part():
     """`pod eval --list-methods | head`"""
     command = [sys.executable, "-m", "pod", "eval", "--list-methods"]

@@ -208,13 +208,27 @@ def test_the_last_line_says_how_to_serve_what_was_made(tmp_path, lead):
     said = demo.how_to_serve(recipe, "demo_tiny")
     if lead[1] == [None, None]:
         command = f"pod export --config {tmp_path}/run/demo_recipe.yaml --format vllm"
-        assert said == f"serving: {command} && vllm serve {tmp_path}/run/export-vllm"
+        serve = f"vllm serve {tmp_path}/run/export-vllm --max-num-batched-tokens 2048"
+        assert said == f"serving: {command} && {serve}"
         return
     command = said.partition("pod demo --config ")[2].split(" --set ")
     again = load_recipe(command[0], command[1:])
     assert (again.explore.target, again.explore.granularity) == ("vllm", "layer")
     assert (again.model.sinks, again.output_dir) == ("constant", f"{tmp_path}/run-vllm")
     assert "this plan is by head" in said and "\n" not in said
+
+
+def test_a_model_that_no_plan_makes_ready_for_vllm_is_said_to_be_one(tmp_path):
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "vocab_size": 11, "num_attention_heads": 2}
+    recipe = load_recipe("demo_tiny", [f"output_dir={tmp_path}/run"])
+    for changes, why in (
+        ({"layout": "cla", "lead": [[0, 0], [0, 0]]}, "layout = 'cla' shares keys and values"),
+        ({"lead": [[0, 0], [None, 1]], "norm_placement": "behind"}, "different roles"),
+    ):
+        config = pod.PodConfig(**sizes, num_hidden_layers=2, num_recent_tokens=4, **changes)
+        export(pod.PodForCausalLM(config), recipe.export_dir)
+        said = demo.how_to_serve(recipe, "demo_tiny")
+        assert said.startswith("serving: vLLM cannot run this model: ") and why in said and "\n" not in said
 
 
 def test_the_summary_says_how_long_the_training_was_and_compares_no_losses(tmp_path):

@@ -20,7 +20,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pod.files import atomic_write_text, read_json, write_json
 from pod.recipe import Recipe, run
@@ -201,7 +201,8 @@ FOR_VLLM = "explore.target=vllm", "model.sinks=constant", "model.num_sink_tokens
 def how_to_serve(recipe: Recipe, config: str) -> str:
     """The commands that serve the demo's export with vLLM.
 
-    Where vLLM cannot run its plan, the result is the command of another demo, whose plan vLLM can run.
+    Where vLLM cannot run the model, the result says why. If that is because heads of one layer differ, it is
+    the command of another demo, whose plan vLLM can run.
 
     Args:
         config: the recipe as the command line names it.
@@ -209,9 +210,14 @@ def how_to_serve(recipe: Recipe, config: str) -> str:
     from pod.export import check_servable, serve_command
     from pod.modeling.model.config import PodConfig
 
+    config_of_model = PodConfig.from_pretrained(recipe.export_dir)
     try:
-        check_servable(PodConfig.from_pretrained(recipe.export_dir))
-    except ValueError:
+        check_servable(config_of_model)
+    except ValueError as error:
+        try:
+            check_servable(without_plan(config_of_model))
+        except ValueError:
+            return f"serving: vLLM cannot run this model: {error}"
         folder = recipe.output_dir.rstrip("/") + "-vllm"
         changes = " ".join(f"--set {change}" for change in (*FOR_VLLM, f"output_dir={folder}"))
         return (
@@ -221,6 +227,20 @@ def how_to_serve(recipe: Recipe, config: str) -> str:
     resolved = Path(recipe.output_dir) / RESOLVED
     command = f"pod export --config {resolved} --format vllm"
     return f"serving: {command} && {serve_command(recipe.served_dir)}"
+
+
+def without_plan(config: Any) -> Any:
+    """The configuration of the same model in which every head keeps every token, in 16 bits.
+
+    A model of layout `cla` or `window` keeps its layout: it was trained for it.
+    """
+    from pod.modeling.model.sharing import SharingPlan
+
+    if config.layout != "pod":
+        return config
+    dense = SharingPlan.dense(config.num_hidden_layers, config.num_key_value_heads)
+    own = config.to_dict() | {"lead": dense.lead, "kv_bits": None, "head_order": None, "sinks": "tokens"}
+    return type(config).from_dict(own)
 
 
 def estimate(recipe: Recipe) -> str:

@@ -46,6 +46,7 @@ def main(recipe: Recipe) -> None:
     from pod.plan.measured_costs import find_heads
 
     note_on_data(recipe)
+    dense_config(recipe)
     prepare(recipe)
     heads_wanted = recipe.explore.heads or compares_razor(recipe)
     with process_group() as rank:
@@ -189,14 +190,39 @@ def estimate(recipe: Recipe) -> str:
     import torch
 
     from pod.plan.exploration import check_model, describe_cost, sinks_of, windows_of
-    from pod.training.run.start_model import model_config, source_config
 
-    source_config(recipe.model)
-    config, _ = model_config(replace(recipe.model, layout="dense", plan=None, sinks=None), recipe.output_dir)
+    config = dense_config(recipe)
     if not recipe.explore.heads:
         check_model(config, recipe.explore, windows_of(recipe))
     itemsize = getattr(torch, recipe.model.dtype).itemsize
     return describe_cost(config, recipe.explore, sinks_of(recipe), itemsize)
+
+
+def dense_config(recipe: Recipe) -> Any:
+    """The configuration of the model without a plan.
+
+    Raises:
+        ValueError: there is no such model; or explore.target is vllm, and the export would refuse the model
+            under every plan, because of its family or its layout.
+    """
+    from pod.export import check_servable
+    from pod.training.run.start_model import model_config, source_config
+
+    source_config(recipe.model)
+    dense = replace(recipe.model, layout="dense", plan=None, sinks=None)
+    config, _ = model_config(dense, recipe.output_dir)
+    if recipe.explore.heads or recipe.explore.target != "vllm":
+        return config
+    if recipe.model.layout not in ("auto", "pod"):
+        raise ValueError(
+            f"model.layout is {recipe.model.layout!r} with explore.target=vllm, which plans the layout pod: "
+            "set model.layout=pod, or explore.target=pod"
+        )
+    try:
+        check_servable(config)
+    except ValueError as error:
+        raise ValueError(f"explore.target is vllm, but the export will refuse this model: {error}") from None
+    return config
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

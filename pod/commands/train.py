@@ -47,21 +47,27 @@ def main(recipe: Recipe, config: str | None = None, changes: Sequence[str] = ())
 
 
 def check_export(recipe: Recipe) -> None:
-    """Refuse, before hours of training, a model that the recipe's export would refuse.
+    """Refuse, before hours of training, a model that an export for vLLM would refuse.
 
     Raises:
-        ValueError: export.format is vllm, and engines cannot compute the model; or there is no such model.
+        ValueError: export.format is vllm, or the plan was made for vLLM, and engines cannot compute the
+            model; or there is no such model.
     """
-    if recipe.export.format != "vllm":
+    is_asked = recipe.export.format == "vllm"
+    plan = recipe.model.plan_file(recipe.output_dir)
+    if not is_asked and plan is None:
         return
     from pod.export.served import check_servable
     from pod.training.run.start_model import model_config
 
-    config, _ = model_config(recipe.model, recipe.output_dir)
+    config, of_model = model_config(recipe.model, recipe.output_dir)
+    if not is_asked and of_model.provenance.get("target") != "vllm":
+        return
+    asks = "export.format is vllm, which" if is_asked else "the plan was made for vLLM, whose export"
     try:
         check_servable(config)
     except ValueError as error:
-        raise ValueError(f"export.format is vllm, which will refuse the trained model: {error}") from None
+        raise ValueError(f"{asks} will refuse the trained model: {error}") from None
 
 
 def next_command(config: str | None, changes: Sequence[str]) -> str:

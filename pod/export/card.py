@@ -212,7 +212,8 @@ def _idea(config: PodConfig) -> str:
         said.append("Some attention heads reuse the attention of a lower layer.")
     if windows:
         count = "Some" if plan.num_leads or plan.num_followers else "All"
-        said.append(f"{count} attention heads keep only nearby tokens.")
+        by_layer = all(len(set(row)) == 1 for row in plan.lead)
+        said.append(f"{count} {'layers' if by_layer else 'attention heads'} keep only nearby tokens.")
     if plan.packs:
         said.append("Keys and values are stored in 4 bits in some layers.")
     return " ".join(said)

@@ -95,6 +95,7 @@ def export(
             measured = results_of(results, path, folder, model.config.own_method)
         text = card(path.resolve().name, model.config, origin, licence, measured, format)
         (folder / "README.md").write_text(text, encoding="utf-8")
+        _let_others_read(folder)
 
 
 FORMATS = ("hf", "vllm")
@@ -206,6 +207,13 @@ def export_adapter(checkpoint: Path, path: Path, base: str, dtype: str = "auto")
         write_json(folder / CONFIG_NAME, {**config.to_dict(), BASE: base})
         shutil.copyfile(checkpoint / "plan.json", folder / "plan.json")
         (folder / "README.md").write_text(_ADAPTER_README.format(base=base), encoding="utf-8")
+        _let_others_read(folder)
+
+
+def _let_others_read(folder: Path) -> None:
+    """Give the weights the mode of the other files: safetensors makes files that only their owner reads."""
+    for weights in folder.glob("*.safetensors"):
+        shutil.copymode(folder / "README.md", weights)
 
 
 def _dtype(state: TrainState, asked: str) -> torch.dtype:

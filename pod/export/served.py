@@ -178,6 +178,10 @@ def target_of(config: PodConfig) -> Target:
     return Target("qwen2", "LlamaForCausalLM" if has_windows else "Qwen2ForCausalLM")
 
 
+TOKEN_IDS = "bos_token_id", "eos_token_id", "pad_token_id"
+"""Tokens of a model that may be missing."""
+
+
 def served_config(config: PodConfig, dtype: torch.dtype) -> dict[str, Any]:
     """The content of config.json for weights of `dtype`."""
     target = target_of(config)
@@ -188,6 +192,8 @@ def served_config(config: PodConfig, dtype: torch.dtype) -> dict[str, Any]:
     same = {name: getattr(config, name) for name in source.__annotations__ if hasattr(config, name)}
     fields = source(**{name: value for name, value in same.items() if value is not None}).to_dict()
     content = {name: fields[name] for name in source.__annotations__ if name in fields}
+    # a model without such a token would get that of the family
+    content |= {name: None for name in TOKEN_IDS if getattr(config, name) is None}
     content |= {
         "model_type": target.model_type,
         "architectures": [target.architecture],

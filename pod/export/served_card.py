@@ -5,16 +5,16 @@ from collections.abc import Iterator, Sequence
 from pod.export.served import GRANITE, OWN, Target, target_of, windows_of_layers
 from pod.modeling.model.config import PodConfig
 from pod.plan.args import ExploreArgs
-from pod.plan.engines import BLOCK_TOKENS, EngineCache
+from pod.plan.engines import BATCHES_IN_FLIGHT, BLOCK_TOKENS, EngineCache
 
 VLLM, TRANSFORMERS, SGLANG = "0.32.0", "5.23.0", "0.5.23"
 """The versions that exports were tried with: vLLM on CPUs, in float32. SGLang's source was only read."""
-PLUGIN = "pip install 'pod-kv[vllm]'"
-"""How to install the plugin. In a clone, `pip install ./integrations/vllm` brings the plugin alone."""
+PLUGIN = "pip install ./integrations/vllm"
+"""How to install the plugin, in a clone of pod-kv."""
 
 
 BATCH_TOKENS = ExploreArgs.engine_batch_tokens
-"""Tokens of prompts that vLLM reads at a time by default: its `--max-num-batched-tokens`."""
+"""Tokens of prompts that vLLM reads at a time, in the card and in its command."""
 
 
 def saved_in_vllm(config: PodConfig, n: int) -> float:
@@ -41,8 +41,8 @@ def sizes_in_vllm(config: PodConfig, lengths: Sequence[int]) -> str:
         lines.append(f"| {n:,} | {cells} | {saved_in_vllm(config, n):.1%} |")
     note = (
         f"The sizes are for one request in vLLM, with blocks of {BLOCK_TOKENS} tokens. While a prompt is "
-        "read, layers with windows also hold the tokens of a batch: "
-        f"{BATCH_TOKENS:,} here, vLLM's usual number."
+        f"read, layers with windows also hold the tokens of {BATCHES_IN_FLIGHT} batches of {BATCH_TOKENS:,}. "
+        "vLLM's own default is up to 16,384 on large GPUs: name the number when you start it."
     )
     return "\n".join(lines) + f"\n\n{note}"
 
@@ -57,17 +57,21 @@ def _cache(config: PodConfig) -> EngineCache:
         num_key_value_heads=config.num_key_value_heads,
         head_dim=config.head_dim,
         window=max((window for window in windows if window is not None), default=0),
-        batch_tokens=BATCH_TOKENS,
+        tokens_in_flight=BATCHES_IN_FLIGHT * BATCH_TOKENS,
     )
 
 
 def serving(config: PodConfig) -> str:
     """The section of the card that says how to serve the model, and which engines were tried."""
     target = target_of(config)
-    install = f"{PLUGIN}  # once: vLLM finds the plugin by itself\n" if target.needs_plugin else ""
+    install = (
+        f"{PLUGIN}  # once, in a clone of pod-kv: vLLM finds the plugin by itself\n"
+        if target.needs_plugin
+        else ""
+    )
     lines = [
         "## How to serve it",
-        f"```\n{install}vllm serve NAME  # the folder or hub id of this model\n```",
+        f"```\n{install}{serve_command('NAME')}  # the folder or hub id of this model\n```",
         _kept(config),
         "Engines that were tried with models of this kind (not with this model itself), in float32. "
         "Greedy tokens and log-likelihoods of prompts were those of pod-kv:",
@@ -96,7 +100,7 @@ def serving_limits(config: PodConfig) -> Iterator[str]:
 
 def serve_command(folder: object) -> str:
     """The command that serves an export of format `vllm`."""
-    return f"vllm serve {folder}"
+    return f"vllm serve {folder} --max-num-batched-tokens {BATCH_TOKENS}"
 
 
 def _kept(config: PodConfig) -> str:
@@ -108,7 +112,7 @@ def _kept(config: PodConfig) -> str:
     kept = (
         f"vLLM keeps every token in {len(windows) - len(lengths)} of {len(windows)} layers, and the last "
         f"{lengths[0]:,} tokens in the others; while it reads a prompt, these hold up to "
-        "`--max-num-batched-tokens` more."
+        f"{BATCHES_IN_FLIGHT} x `--max-num-batched-tokens` more."
     )
     sinks = len(config.sink_layers)
     return f"{kept} In {sinks} layers a constant stands for the first tokens." if sinks else kept

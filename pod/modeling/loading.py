@@ -352,7 +352,10 @@ def _converted(dense: Any, wishes: dict[str, Any], options: LoadOptions, owned: 
     model: Any = from_dense(dense, config, owned=owned, constants=constants)
     if options.layout is not None:
         return dispatch(model, options.layout).eval()
-    return model.to(device=dense.device if options.device is None else options.device).eval()
+    model = model.to(device=dense.device if options.device is None else options.device).eval()
+    if options.is_read_there:
+        model.hf_device_map = {"": model.device}
+    return model
 
 
 def _placed(source: str, wishes: dict[str, Any], options: LoadOptions) -> LoadOptions:

