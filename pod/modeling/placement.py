@@ -227,12 +227,13 @@ def place(
         return _by_map(names, asked, config.tie_word_embeddings)
     free = capacities(max_memory)
     style = "sequential" if asked == "sequential" else "balanced"
-    if len(free) == 1 and max_memory is None:
-        return named(names, list(free) * (len(names) - 1), config.tie_word_embeddings)
     parts, refusal = parts_of(config, bytes_per_number, beside), None
     least = 0.0 if max_memory is not None else ROOM
     room_of_auto = ROOM_OF_AUTO if max_memory is None and beside is None else least
-    for count, room in _attempts(asked, len(free), least, room_of_auto):
+    attempts = _attempts(asked, len(free), least, room_of_auto)
+    if len(free) == 1 and max_memory is None:
+        attempts = [(1, 0.0)]  # there is no other device: all of its free memory may be taken
+    for count, room in attempts:
         devices = list(free)[:count]
         try:
             numbers = lay_out(parts, [free[one] * (1 - room) for one in devices], style)

@@ -50,6 +50,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "sinks of qwen2": {"sinks": "constant", "attention_qkv_bias": True},
     "sinks of qwen3": {"sinks": "constant", "qk_norm": True},
     "sinks, o_bias": {"sinks": "constant", "attention_qkv_bias": True, "attention_out_bias": True},
+    "sinks, llama3": {
+        "sinks": "constant",
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 10000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 256,
+        },
+    },
     "sinks, mlp_bias, yarn": {
         "sinks": "constant",
         "mlp_bias": True,

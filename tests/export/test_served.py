@@ -51,6 +51,7 @@ TARGETS = [
     ("sinks of qwen3", {}, OWN),
     ("sinks, o_bias", {}, GRANITE),
     ("sinks, own window", {}, GRANITE),
+    ("sinks, llama3", {}, GRANITE),
     ("sinks, mlp_bias, yarn", {}, GRANITE),
     ("sinks", FAMILIES["granite"], GRANITE),
 ]
@@ -256,12 +257,14 @@ def test_the_plugin_registers_what_exports_name(root):
 
 
 @pytest.mark.slow
-def test_registering_the_plugin_imports_no_model(root):
+@pytest.mark.parametrize("version", ["0.32.0", "0.33.1"])
+def test_registering_the_plugin_imports_no_model(root, version):
     """vLLM calls it in every process at the start: before it forks, and where another model is served."""
     code = (
         "import sys, types; calls = []; "
         "registry = types.SimpleNamespace(register_model=lambda *names: calls.append(names)); "
-        "sys.modules['vllm'] = types.SimpleNamespace(ModelRegistry=registry); "
+        "sys.modules['vllm'] = types.SimpleNamespace(ModelRegistry=registry, "
+        f"__version__='{version}'); "
         "import pod_vllm; pod_vllm.register(); pod_vllm.register(); "
         "assert set(calls) == {('PodServedForCausalLM', 'pod_vllm.model:PodServedForCausalLM')}, calls; "
         "assert 'pod_vllm.model' not in sys.modules; "
@@ -277,3 +280,4 @@ def test_registering_the_plugin_imports_no_model(root):
         [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
+    assert ("was tried with vLLM 0.32.x, this is 0.33.1" in done.stderr) == (version == "0.33.1")

@@ -44,6 +44,7 @@ RUNS = {
     "dense granite": {"family": "granite", "changes": DENSE},
     "smollm3": {"family": "smollm3"},
     "sinks": {"family": "sinks"},
+    "sinks, llama3": {"family": "sinks, llama3"},
     "sinks, mlp_bias, yarn": {"family": "sinks, mlp_bias, yarn"},
     "sinks of qwen2": {"family": "sinks of qwen2", "prefix_caching": False},
     "sinks of qwen3": {"family": "sinks of qwen3"},

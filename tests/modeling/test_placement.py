@@ -113,6 +113,18 @@ def test_auto_leaves_room_for_the_cache_where_memory_is_what_is_free(monkeypatch
     assert said.startswith("device_map = 'auto': 141.1 GB in parts of up to ") and "use more devices" in said
 
 
+def test_one_device_that_is_too_small_is_refused_before_weights_are_read(monkeypatch):
+    """All of its free memory may be taken, since there is no other device."""
+    config = target_config(LLAMA_70B)
+    weights = sum(parts_of(config, 2).sizes)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **options: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (weights, weights))
+    assert set(place(config, 2, "auto", None).values()) == {GPUS[0]}
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (weights - 1, weights))
+    assert "use more devices" in complaint(place, config, 2, "auto", None)
+
+
 def test_sizes_may_be_texts_and_devices_numbers():
     assert capacities({"cuda:1": "2GiB", 0: 7}) == {GPUS[0]: 7, GPUS[1]: 2 * GIB}
     assert "max_memory[0] = 'much' is no size" in complaint(capacities, {0: "much"})
