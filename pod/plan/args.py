@@ -25,7 +25,8 @@ class ExploreArgs:
 
     budget_length: NonNegativeInt | None = None
     """For dp: length in tokens at which target_saving is measured. 0 = infinitely long sequences (paper);
-    null = sequence_length, and 0 with target=vllm, where the saving is the share of layers with windows."""
+    null = sequence_length, and 0 with target=vllm, where the saving is the share of layers with windows. At
+    another length, windows for vLLM count with the tokens that it reads at a time."""
 
     cost: Literal["nats", "similarity"] = "nats"
     """How costs are measured. `nats`: by how many nats per token the model's predictions change, on text and

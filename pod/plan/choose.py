@@ -30,6 +30,7 @@ from pod.plan.exploration import (
     Exploration,
     allowed,
     at_granularity,
+    counted_windows,
     for_target,
     packed_costs,
 )
@@ -230,7 +231,8 @@ def _solve(
 
     def units_of(frontier: Frontier | PackedFrontier) -> int:
         if pairs is None:
-            return frontier.units_for(explore.least_saving, explore.budget_tokens, **windows)
+            counted = counted_windows(explore, windows)
+            return frontier.units_for(explore.least_saving, explore.budget_tokens, **counted)
         units = math.ceil(pairs * frontier.pair_units - 1e-9)
         return frontier.cheapest(min(units, len(frontier.costs) - 1))
 

@@ -22,7 +22,7 @@ from pod.models import resolve_model
 from pod.plan.args import ExploreArgs
 from pod.plan.costs import cost_shapes
 from pod.plan.divergence import DenseStates
-from pod.plan.engines import window_counts
+from pod.plan.engines import BATCHES_IN_FLIGHT, window_counts
 from pod.plan.gradients import held_activations
 from pod.plan.recording import planned_layers, sample_queries
 from pod.plan.solve import Curve, Floats, PackedCosts, solve
@@ -219,7 +219,23 @@ def check_model(config: Any, explore: ExploreArgs, windows: dict[str, int]) -> N
             frontier = packed_costs(explore, free, windows, config.head_dim).solve(None)
         else:
             frontier = solve(*allowed(explore, free))
-        for_target(frontier, explore).units_for(explore.least_saving, explore.budget_tokens, **windows)
+        counted = counted_windows(explore, windows)
+        for_target(frontier, explore).units_for(explore.least_saving, explore.budget_tokens, **counted)
+
+
+def counted_windows(explore: ExploreArgs, windows: dict[str, int]) -> dict[str, int]:
+    """The tokens that a window holds where `target_saving` is measured, as first and recent ones.
+
+    With target=vllm a window also holds the tokens in flight, because vLLM gives every request the room that
+    reading its prompt takes. Example: windows of 256 tokens count 4,352 with batches of 2,048.
+
+    Args:
+        windows: `num_sink_tokens` and `num_recent_tokens` of the plan.
+    """
+    if explore.target != "vllm":
+        return windows
+    in_flight = BATCHES_IN_FLIGHT * explore.engine_batch_tokens
+    return windows | {"num_recent_tokens": windows["num_recent_tokens"] + in_flight}
 
 
 def at_granularity(explore: ExploreArgs, total: dict[str, Floats]) -> dict[str, Floats]:

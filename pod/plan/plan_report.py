@@ -29,6 +29,7 @@ from pod.plan.args import ExploreArgs
 from pod.plan.checks import check_array, check_groups
 from pod.plan.choose import Choice
 from pod.plan.engines import EngineCache, describe_engine, window_counts
+from pod.plan.exploration import counted_windows
 from pod.plan.plan_progress import steps
 
 MOST_POINTS = 100
@@ -59,6 +60,7 @@ def pareto(choice: Choice, explore: ExploreArgs, windows: dict[str, int]) -> dic
     """
     assert choice.plans is not None, "a greedy plan has no curve"
     frontier, chosen = choice.plans.curve, choice.units
+    counted = counted_windows(explore, windows)
     pair = frontier.pair_units
     wanted = range(0, len(frontier.costs), max(pair // 2, len(frontier.costs) // MOST_POINTS))
     every = {frontier.cheapest(units) for units in wanted} | {chosen}
@@ -67,7 +69,7 @@ def pareto(choice: Choice, explore: ExploreArgs, windows: dict[str, int]) -> dic
         plan = replace(choice.plan_at(units), head_dim=choice.plan.head_dim)
         point = {
             "units": units,
-            "saving": plan.saving(explore.budget_tokens, **windows),
+            "saving": plan.saving(explore.budget_tokens, **counted),
             "cost": choice.plans.at(units)[1],
             "cost_without": {name: other.cost_of(units, pair) for name, other in choice.without.items()},
             "leads": plan.num_leads,
@@ -78,7 +80,7 @@ def pareto(choice: Choice, explore: ExploreArgs, windows: dict[str, int]) -> dic
         points.append(point)
     about = {name: getattr(explore, name) for name in ("budget_length", "cost", "retrieval_weight")}
     about |= {"schema": SCHEMA_VERSION, "num_layers": choice.plan.num_layers, **windows}
-    saving = choice.plan.saving(explore.budget_tokens, **windows)
+    saving = choice.plan.saving(explore.budget_tokens, **counted)
     return {**about, "chosen": {"units": chosen, "saving": saving}, "points": points}
 
 
@@ -108,7 +110,7 @@ def summary(plan: SharingPlan, explore: ExploreArgs, windows: dict[str, int]) ->
         f"{plan.saving(n, sinks, recent):.1%}",
     ]
     if "units" in found:
-        there = plan.saving(explore.budget_tokens, sinks, recent)
+        there = plan.saving(explore.budget_tokens, **counted_windows(explore, windows))
         where = f"at {explore.budget_length:,} tokens" if explore.budget_length else "on very long texts"
         target = [f"target: save {explore.target_saving:.1%} {where}; the plan saves {there:.1%}"]
         if explore.target == "vllm":

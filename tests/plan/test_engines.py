@@ -122,6 +122,22 @@ def test_the_solver_takes_the_cheapest_layers_of_a_count_that_wastes_nothing(tar
     assert plan.provenance["target"] == "vllm"
 
 
+def test_a_saving_at_a_length_counts_the_tokens_in_flight():
+    """At 100 tokens windows of 5 hold 55: 30 % of the bytes need windows in two thirds of the layers."""
+    costs = random_costs(layers=10, heads=2)
+    counts = {}
+    for length in (0, 100):
+        settings = explore_args(
+            target="vllm", target_saving=0.3, budget_length=length, engine_batch_tokens=25
+        )
+        plan = choose(costs, settings, WINDOWS).plan
+        counts[length] = sum(row[0] is None for row in plan.lead)
+    assert counts == {0: 5, 100: 8}
+    cache = replace(EngineCache.of_plan(replace(plan, head_dim=8), 25), block_tokens=1)
+    saved = 1 - cache.request_bytes(100, reading=True) / cache.dense.request_bytes(100, reading=True)
+    assert 0.3 <= saved < 0.4
+
+
 def test_a_saving_between_two_counts_is_rounded_up_and_said():
     costs = random_costs(layers=10, heads=2)
     costs.provenance.update(
