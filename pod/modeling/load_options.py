@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from pod.modeling.model.config import PodConfig
-from pod.modeling.placement import STYLES, missing_device, place
+from pod.modeling.placement import STYLES, as_device, missing_device, place
 
 PLACES = frozenset({"cache_dir", "gguf_file", "local_files_only", "revision", "token"})
 """Arguments that say where a checkpoint is, as ``from_pretrained`` of transformers takes them."""
@@ -206,7 +206,7 @@ def _device(name: str, asked: Any, more: str = "") -> torch.device | None:
     if asked is None:
         return None
     try:
-        return torch.device(asked)
+        return as_device(asked)
     except (RuntimeError, TypeError) as error:
         reason = str(error).splitlines()[0].split(" device type at start")[0]
         raise ValueError(

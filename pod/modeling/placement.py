@@ -370,6 +370,18 @@ def _bytes_of(size: Any) -> float | None:
     return float(size) if size > 0 else None
 
 
+def as_device(asked: Any) -> torch.device:
+    """A device by its name, or by its number among the accelerators: of CUDA where the machine has none.
+
+    Raises:
+        RuntimeError, TypeError: it is no device.
+    """
+    if not isinstance(asked, int):
+        return torch.device(asked)
+    accelerator = torch.accelerator.current_accelerator()
+    return torch.device("cuda" if accelerator is None else accelerator.type, asked)
+
+
 def _device(asked: Any, what: str) -> torch.device:
     """The device ``asked``, a name or index. ``ValueError`` if it is no device, or ``disk``.
 
@@ -379,11 +391,7 @@ def _device(asked: Any, what: str) -> torch.device:
     if asked == "disk":
         raise ValueError(_no_offloading(f"{what} names disk"))
     try:
-        if isinstance(asked, int):
-            accelerator = torch.accelerator.current_accelerator()
-            device = torch.device("cuda" if accelerator is None else accelerator.type, asked)
-        else:
-            device = torch.device(asked)
+        device = as_device(asked)
     except (RuntimeError, TypeError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(f"{what} names {asked!r}, which is no device ({reason})") from None
