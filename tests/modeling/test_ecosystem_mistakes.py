@@ -214,7 +214,9 @@ def test_names_of_types_devices_and_packages(tools, tmp_path):
         for dtype in ("bf16", "sum"):
             assert f"dtype = '{dtype}' is not a torch dtype" in complaint(pod.load_model, source, dtype=dtype)
     if not torch.cuda.is_available():  # the first GPU is not the CPU
-        assert "device names cuda:0, but this machine has no GPU" in complaint(pod.load_model, tmp_path, device=0)
+        assert "device names cuda:0, but this machine has no GPU" in complaint(
+            pod.load_model, tmp_path, device=0
+        )
     assert pod.load_model("package:tiny").config.vocab_size == len(pod.load_tokenizer("package:tiny"))
 
 
