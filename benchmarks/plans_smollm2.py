@@ -48,7 +48,7 @@ SIZES = Sizes()
 LENGTH = SIZES.length
 WINDOW = 16 + 240
 SHARES = (0.10, 0.15, 0.20, 0.33, 0.50, 0.65)
-INT4_SHARE, NARROW_SHARE = 0.334, 0.051
+INT4_SHARE, NARROW_SHARE = 0.367, 0.06
 """Bytes over dense at LENGTH tokens of heads in 4 bits that keep everything, or a window of 128 tokens."""
 BY_COSTS = (
     ("razor by costs 50%", "razor", "windows_50", 240),

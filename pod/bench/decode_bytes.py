@@ -118,7 +118,7 @@ class Sizes:
             return self.native, self.native
         group = method.options.get("group_size", GROUP_SIZE)
         # From `residual` to `residual + group_size - 1` tokens are native.
-        tail = residual_of(method) + (group - 1) / 2
+        tail = method.options.get("residual", RESIDUAL) + (group - 1) / 2
         share = min(1.0, tail / tokens)
         codes = self.head_dim * bits / 8
         key = codes + 4 * self.head_dim / group
@@ -167,13 +167,6 @@ def uses_plan(method: EvaluatedMethod) -> bool:
 def codec_bits(method: EvaluatedMethod) -> int | None:
     """Bits per number of the codec in the method's spec; None without a codec."""
     return next((_CODEC_BITS[part] for part in str(method.spec).split("+") if part in _CODEC_BITS), None)
-
-
-def residual_of(method: EvaluatedMethod) -> int:
-    """How many of the newest tokens stay native at least: as the method says, or its codec by default."""
-    codecs = [METHODS[part] for part in str(method.spec).split("+") if part in _CODEC_BITS]
-    default = codecs[0].parameters["residual"].default if codecs else RESIDUAL
-    return int(method.options.get("residual", default))
 
 
 def is_modelled(method: EvaluatedMethod) -> bool:

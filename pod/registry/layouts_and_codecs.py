@@ -9,27 +9,19 @@ from pod.registry.method import Method, Parameter
 
 CAPACITY = {"capacity": Parameter(None, "tokens per row to reserve space for; pod.engine then decodes")}
 """The parameter of layouts that ``pod.engine`` can decode."""
-
-
-def packing(residual: int) -> dict[str, Parameter]:
-    """The parameters of a codec that leaves so many of the newest tokens unpacked."""
-    return {
-        "group_size": Parameter(
-            32, "numbers that share a scale: tokens (keys) or channels (values)", least=2
-        ),
-        "residual": Parameter(
-            residual, "newest tokens that stay unpacked, and at most group_size - 1 more (tokens)", least=0
-        ),
-    }
-
-
-# The sizes that a plan with bits has: GROUP_SIZE and RESIDUAL of sharing.py.
-AS_IN_PLANS = packing(residual=32)
+PACKING = {
+    # The defaults are the sizes that a plan with bits has: GROUP_SIZE and RESIDUAL of sharing.py.
+    "group_size": Parameter(32, "numbers that share a scale: tokens (keys) or channels (values)", least=2),
+    "residual": Parameter(
+        128, "newest tokens that stay unpacked, and at most group_size - 1 more (tokens)", least=0
+    ),
+}
 OF_CODECS: dict[str, Any] = {
     "axis": "codec",
     "file": "layouts",
     "paper": "KIVI (Liu et al., 2024)",
     "url": "https://arxiv.org/abs/2402.02750",
+    "parameters": PACKING,
 }
 """What the entries of all codecs have in common."""
 
@@ -99,7 +91,6 @@ CODECS = (
         frees="14 of 16 bits per number, minus 1 bit for scale and zero in fp16; "
         "the newest tokens stay in 16 bits",
         bits=2,
-        parameters=packing(residual=128),
         **OF_CODECS,
     ),
     Method(
@@ -108,7 +99,6 @@ CODECS = (
         frees="12 of 16 bits per number, minus 1 bit for scale and zero in fp16; "
         "the newest tokens stay in 16 bits",
         bits=4,
-        parameters=AS_IN_PLANS,
         **OF_CODECS,
     ),
     Method(
@@ -117,7 +107,6 @@ CODECS = (
         frees="8 of 16 bits per number, minus 1 bit for scale and zero in fp16; "
         "the newest tokens stay in 16 bits",
         bits=8,
-        parameters=AS_IN_PLANS,
         **OF_CODECS,
     ),
 )

@@ -178,14 +178,9 @@ def test_methods_describe_themselves():
 
 
 def test_codecs_pack_as_plans_with_bits_do():
-    for name in ("int4", "int8"):
+    for name in ("kivi", "int4", "int8"):
         defaults = {key: parameter.default for key, parameter in pod.methods()[name].parameters.items()}
         assert defaults == {"group_size": GROUP_SIZE, "residual": RESIDUAL}
-
-
-def test_kivi_leaves_as_many_tokens_unpacked_as_its_paper():
-    defaults = {key: parameter.default for key, parameter in pod.methods()["kivi"].parameters.items()}
-    assert defaults == {"group_size": 32, "residual": 128}
 
 
 CHOICES = [

@@ -525,7 +525,7 @@ def test_refusals(tools):
 class PlannedBits(oracles.PackedPod):
     """Layers of 4 bits pack as ``pod+int4`` does, the others do not."""
 
-    bits, size, residual, layers = 4, 32, 32, (0, 3)
+    bits, size, residual, layers = 4, 32, 128, (0, 3)
 
     def pack_keys(self, layer, head, entries):
         if layer in self.layers:
@@ -557,12 +557,13 @@ def test_every_layer_holds_the_bits_of_the_plan(tools, head_dim):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("recent", [128, 600])  # all tokens of a window are native, or most of them packed
 @pytest.mark.parametrize(
     ("bits", "head_dim"),
     [([4, 16, 8, 4, 16], 64), ([16, 16, 8, 8, 8], 64), ([4] * 5, 64), ([4] * 5, 80), ([8, 4, 4, 4, 4], 16)],
     ids=str,
 )
-def test_bytes_of_a_plan_are_those_that_it_says(tools, bits, head_dim):
+def test_bytes_of_a_plan_are_those_that_it_says(tools, bits, head_dim, recent):
     """Of a model that computes in 16 bits; groups of channels are 32, 40 and 16."""
     changes = {
         "num_attention_heads": 2,
@@ -572,7 +573,7 @@ def test_bytes_of_a_plan_are_those_that_it_says(tools, bits, head_dim):
     }
     stock = tools.make_stock("qwen3", torch.bfloat16, **changes)
     plan = pod.SharingPlan(tools.lead, bits=bits)
-    model = pod.load_model(stock, plan=plan, num_sink_tokens=16, num_recent_tokens=128)
+    model = pod.load_model(stock, plan=plan, num_sink_tokens=16, num_recent_tokens=recent)
     cache, dense = pod.make_cache(model), pod.make_cache(pod.load_model(stock))
     for each, reader in ((cache, model), (dense, pod.load_model(stock))):
         reader(tools.random_ids(1, 6000), past_key_values=each, logits_to_keep=1)

@@ -5,9 +5,7 @@ with the weights of dense models. ``cla`` and ``window`` need models that were t
 
 Codecs hold keys and values in 2, 4 or 8 bits, for every layout and selection (KIVI, Liu et al., 2024; the
 rules are in ``quantized.py``). From KIVI come the 2 bits of ``kivi``, keys packed per channel and values per
-token, groups of 32 and a residual of 128 (§4.1). ``int4`` and ``int8`` have the same groups and a residual
-of 32: with 4 bits the other 96 tokens change next to nothing (LOG.md), and hold 3 % of the dense bytes at
-2,048 tokens.
+token, groups of 32 and a residual of 128 (§4.1). ``int4`` and ``int8`` share all of these but the bits.
 
 Two things on which KIVI's paper is silent differ from KIVI's code. Zeros and scales in fp16 are rounded
 outwards, not to the nearest. At least ``residual`` of the newest tokens stay native, the same ones for keys

@@ -24,8 +24,8 @@ _FIRST_WITH_WINDOWS = 3
 SINKS = ("tokens", "constant", "none")
 """Kinds of sinks in a head that keeps its window. ``tokens``: it stores the first tokens. ``constant``: a
 learned or measured logit and value take their place. ``none``: it has neither."""
-# defaults of 8 and 4 bits: how many numbers share a scale, and how many of the newest tokens stay native
-GROUP_SIZE, RESIDUAL = 32, 32
+# defaults of a quantizer: how many numbers share a scale, and how many of the newest tokens stay native
+GROUP_SIZE, RESIDUAL = 32, 128
 NATIVE_TOKENS = RESIDUAL + (GROUP_SIZE - 1) / 2  # an average, since tokens are packed a group at a time
 BITS = (16, 8, 4)
 """Bits per number that a plan may give a layer. 16 = as the model computes."""
