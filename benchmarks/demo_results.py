@@ -8,6 +8,7 @@ from pathlib import Path
 
 from pod.eval.report.merge import merge
 from pod.eval.report.report_tables import overview
+from pod.eval.report.speed import decoding_table
 from pod.files import read_json, write_json
 from pod.modeling.model.sharing import SharingPlan
 
@@ -17,13 +18,15 @@ RESULTS = Path(__file__).parent / "results" / "demo_smollm2.json"
 def main(folder: Path) -> None:
     """Raises: ValueError when the demo has not finished."""
     seconds = read_json(folder / "demo.json")
+    merged = merge([folder])
     plan = SharingPlan.load(folder / "plan" / "plan.json")
     content = {
         "environment": read_json(folder / "eval" / "full.json")["environment"],
         "plan": {"asymptotic_saving": plan.asymptotic_saving, "share_followers": plan.share_followers},
         "export_check": read_json(folder / "export_check.json"),
         "seconds": seconds,
-        "methods": overview(merge([folder])).texts(),
+        "methods": overview(merged).texts(),
+        "after longer prompts": decoding_table(merged.runs[0].speed, "").texts(),
     }
     write_json(RESULTS, content)
     print(f"wrote {RESULTS}")
