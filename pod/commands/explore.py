@@ -46,7 +46,8 @@ def main(recipe: Recipe) -> None:
     from pod.plan.measured_costs import find_heads
 
     note_on_data(recipe)
-    dense_config(recipe)
+    if recipe.explore.target == "vllm":
+        dense_config(recipe)  # refused before anything is measured
     prepare(recipe)
     heads_wanted = recipe.explore.heads or compares_razor(recipe)
     with process_group() as rank:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from host_reads import none_allowed
 
+import pod
 from pod.modeling.model import packed as packed_tokens
 from pod.modeling.model.packed import Packed, Packing
 from pod.modeling.model.quantized import PackedTokens
@@ -213,3 +214,20 @@ def test_writing_makes_no_host_wait(slots):
                 assert torch.equal(after[row, head, slot], x)
             else:
                 assert (after[row, head, slot] - x).abs().max() <= (x.max() - x.min()) / 30 + 1e-2
+
+
+@pytest.mark.parametrize("spec", ["int4", "kivi", "pod+int4"])
+def test_a_prompt_in_pieces_is_the_same_with_gradients_switched_on(tools, spec):
+    """Packed tokens get no gradients. Fewer codes than tokens once crashed the process here."""
+    model = tools.make_pod("llama") if spec.startswith("pod") else pod.load_model(tools.make_stock("llama"))
+    ids = tools.random_ids(2, 310)
+    logits = []
+    for is_enabled in (False, True):
+        with torch.set_grad_enabled(is_enabled):
+            cache = pod.make_cache(model, spec)
+            model(ids[:, :300], past_key_values=cache)
+            logits.append(model(ids[:, 300:], past_key_values=cache).logits)
+    assert logits[1].requires_grad
+    torch.testing.assert_close(logits[0], logits[1].detach(), rtol=1e-5, atol=1e-5)
+    logits[1].sum().backward()
+    assert all(torch.isfinite(weight.grad).all() for weight in model.parameters() if weight.grad is not None)

@@ -591,20 +591,3 @@ def test_bits_that_are_refused(tools, tmp_path):
     assert not pod.SharingPlan(pod.SharingPlan.dense(5, 2).lead, bits=[4] * 5).is_dense
     with pytest.raises(ValueError, match="no bits of its own"):
         pod.PodConfig(num_hidden_layers=2, num_key_value_heads=2, layout="window", kv_bits=[4, 4])
-
-
-@pytest.mark.parametrize("spec", ["int4", "kivi", "pod+int4"])
-def test_a_prompt_in_pieces_is_the_same_with_gradients_switched_on(tools, spec):
-    """Packed tokens get no gradients. Fewer codes than tokens once crashed the process here."""
-    model = tools.make_pod("llama") if spec.startswith("pod") else pod.load_model(tools.make_stock("llama"))
-    ids = tools.random_ids(2, 310)
-    logits = []
-    for is_enabled in (False, True):
-        with torch.set_grad_enabled(is_enabled):
-            cache = pod.make_cache(model, spec)
-            model(ids[:, :300], past_key_values=cache)
-            logits.append(model(ids[:, 300:], past_key_values=cache).logits)
-    assert logits[1].requires_grad
-    torch.testing.assert_close(logits[0], logits[1].detach(), rtol=1e-5, atol=1e-5)
-    logits[1].sum().backward()
-    assert all(torch.isfinite(weight.grad).all() for weight in model.parameters() if weight.grad is not None)
