@@ -310,11 +310,11 @@ def table_head(sizes: Sizes) -> list[str]:
     return [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
 
 
-def table_line(x: dict[str, Any], dense: dict[str, Any]) -> str:
-    """The line of a row beside a dense one; ``x`` gets its ratio to it."""
+def table_line(x: dict[str, Any], dense: dict[str, Any], more: str = "") -> str:
+    """The line of a row beside a dense one; ``x`` gets its ratio to it. ``more`` stands behind its name."""
     keys = [key_cell(right) for right in x["passkeys"].values()]
     held = f"{x['bytes_over_dense']:.1%}"
-    cells = [x["name"], held, ratio_cell(x, dense), *keys, roles_cell(x["plan"])]
+    cells = [x["name"] + more, held, ratio_cell(x, dense), *keys, roles_cell(x["plan"])]
     return f"| {' | '.join(cells)} |"
 
 

@@ -17,6 +17,7 @@ in runs/plans_layers/<model>/ and in the committed table: a run that was stopped
 """
 
 import argparse
+import json
 import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -266,8 +267,9 @@ def tokens_of(model: str, row: dict[str, Any]) -> int | None:
     metrics = WORK / model / way / stem / "metrics.jsonl"
     if not metrics.is_file():
         return int(row["trained_tokens"])
-    steps = len(metrics.read_text(encoding="utf-8").splitlines())
-    return steps * SIZES[model].length
+    lines = metrics.read_text(encoding="utf-8").splitlines()
+    steps = [line for line in lines if "labels" in json.loads(line)]
+    return len(steps) * SIZES[model].length
 
 
 def how_measured(model: str, ways: set[str]) -> str:
@@ -299,11 +301,8 @@ def assemble() -> None:
         lines += [f"\n## {model}\n", *table_head(SIZES[model])]
         for x in measured:
             start = dense["adapted dense" if way_of(x["name"]) == "adapted" else "dense"]
-            line = table_line(x, start)
             tokens = x["trained_tokens"] = tokens_of(model, x)
-            lines.append(
-                line if tokens is None else line.replace(x["name"], f"{x['name']}, {tokens:,} tokens", 1)
-            )
+            lines.append(table_line(x, start, "" if tokens is None else f", {tokens:,} tokens"))
         lines.append(f"\n{how_measured(model, {way_of(x['name']) for x in measured})}")
         kept[model] = measured
     sizes = {model: asdict(SIZES[model]) for model in kept}

@@ -46,8 +46,8 @@ def main(recipe: Recipe) -> None:
     from pod.plan.measured_costs import find_heads
 
     note_on_data(recipe)
-    if recipe.explore.target == "vllm":
-        dense_config(recipe)  # refused before anything is measured
+    if recipe.explore.target == "vllm" and not recipe.explore.heads:
+        check_target(recipe, dense_config(recipe))
     prepare(recipe)
     heads_wanted = recipe.explore.heads or compares_razor(recipe)
     with process_group() as rank:
@@ -194,26 +194,36 @@ def estimate(recipe: Recipe) -> str:
 
     config = dense_config(recipe)
     if not recipe.explore.heads:
+        check_target(recipe, config)
         check_model(config, recipe.explore, windows_of(recipe))
     itemsize = getattr(torch, recipe.model.dtype).itemsize
     return describe_cost(config, recipe.explore, sinks_of(recipe), itemsize)
 
 
 def dense_config(recipe: Recipe) -> Any:
-    """The configuration of the model without a plan.
-
-    Raises:
-        ValueError: there is no such model; or explore.target is vllm, and the export would refuse the model
-            under every plan, because of its family or its layout.
-    """
-    from pod.export import check_servable
+    """The configuration of the model without a plan; ValueError when there is no such model."""
     from pod.training.run.start_model import model_config, source_config
 
     source_config(recipe.model)
     dense = replace(recipe.model, layout="dense", plan=None, sinks=None)
     config, _ = model_config(dense, recipe.output_dir)
-    if recipe.explore.heads or recipe.explore.target != "vllm":
-        return config
+    return config
+
+
+def check_target(recipe: Recipe, config: Any) -> None:
+    """Refuse, before anything is measured, a model that cannot run where its plan is to run.
+
+    Args:
+        config: of the model without a plan.
+
+    Raises:
+        ValueError: explore.target is vllm, and the export would refuse the model under every plan, because of
+            its family or its layout.
+    """
+    from pod.export import check_servable
+
+    if recipe.explore.target != "vllm":
+        return
     if recipe.model.layout not in ("auto", "pod"):
         raise ValueError(
             f"model.layout is {recipe.model.layout!r} with explore.target=vllm, which plans the layout pod: "
@@ -223,7 +233,6 @@ def dense_config(recipe: Recipe) -> Any:
         check_servable(config)
     except ValueError as error:
         raise ValueError(f"explore.target is vllm, but the export will refuse this model: {error}") from None
-    return config
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

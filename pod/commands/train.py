@@ -53,16 +53,17 @@ def check_export(recipe: Recipe) -> None:
         ValueError: export.format is vllm, or the plan was made for vLLM, and engines cannot compute the
             model; or there is no such model.
     """
+    from pod.modeling.model.sharing import SharingPlan
+
     is_asked = recipe.export.format == "vllm"
     plan = recipe.model.plan_file(recipe.output_dir)
-    if not is_asked and plan is None:
+    is_for_vllm = plan is not None and SharingPlan.load(plan).provenance.get("target") == "vllm"
+    if not is_asked and not is_for_vllm:
         return
     from pod.export.served import check_servable
     from pod.training.run.start_model import model_config
 
-    config, of_model = model_config(recipe.model, recipe.output_dir)
-    if not is_asked and of_model.provenance.get("target") != "vllm":
-        return
+    config, _ = model_config(recipe.model, recipe.output_dir)
     asks = "export.format is vllm, which" if is_asked else "the plan was made for vLLM, whose export"
     try:
         check_servable(config)

@@ -59,7 +59,7 @@ def unsupported_sizes(dtype: torch.dtype, head_dim: int) -> str | None:
 def attend(call: Call) -> tuple[Tensor, Tensor]:
     """See ``attend.attend``; the output is laid out as ``[B, m, Hq, d]``."""
     # sources may have slots for more tokens
-    num_keys = max((segment.keys[1] for segment in call.segments.all), default=1)
+    num_keys = max(1, call.segments.end)
     shape = call.q.shape[0], call.q.shape[2], num_keys
     keys, values = call.tokens.span(0, num_keys)
     queries, all_keys, masks = [call.q], [keys], [_mask(call, shape, is_far=False)]

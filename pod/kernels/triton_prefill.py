@@ -119,7 +119,7 @@ def unsupported(call: Call) -> str | None:
 def attend(call: Call) -> tuple[Tensor, Tensor]:
     """See ``attend.attend``; the output is laid out as ``q``."""
     # sources may have slots for more tokens
-    num_keys = max((segment.keys[1] for segment in call.segments.all), default=1)
+    num_keys = max(1, call.segments.end)
     keys, values = call.tokens.span(0, num_keys)
     lead = None, None
     if call.lead is not None:

@@ -191,7 +191,7 @@ def test_explore_writes_a_plan_for_vllm_and_says_what_it_will_hold(explore_overr
     assert sum(row[0] is None for row in plan.lead) == 2
     printed = capsys.readouterr().out
     assert "whole layers for vLLM" in printed
-    # of 131,072 tokens: dense 8192 blocks of 4 layers, the plan 8192 of 2 layers and those of a window and a
+    # of 131,072 tokens: dense 8192 blocks of 4 layers, the plan 8192 of 2 layers and those of a window and
     # two batches
     line = next(line for line in printed.splitlines() if line.strip().startswith("131,072"))
     cache = EngineCache.of_plan(plan, 2048)

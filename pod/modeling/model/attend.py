@@ -185,6 +185,11 @@ class Segments:
         self.all, self.columns = tuple(segments), columns
         self.memo: dict[Any, Any] = {}
 
+    @property
+    def end(self) -> int:
+        """The column behind the last key of all segments. Sources may have slots for more tokens."""
+        return max((segment.keys[1] for segment in self.all), default=0)
+
     @classmethod
     def whole(cls, batch: int, num_queries: int, length: int) -> "Segments":
         """One segment for all ``batch`` rows, each with ``num_queries`` queries behind older tokens.

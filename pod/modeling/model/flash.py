@@ -58,8 +58,8 @@ def attend(call: Call) -> tuple[Tensor, Tensor]:
             return merge_sink(*_forward(call), sink)
     bare = call._replace(q=None, tokens=None, lead=None, sink=None)  # type: ignore[arg-type]
     q, keys, values, q_lead, k_lead = tensors
-    seen = max((segment.keys[1] for segment in call.segments.all), default=0)
-    keys, values, k_lead = (x if x is None else span(x, 0, seen) for x in (keys, values, k_lead))
+    end = call.segments.end
+    keys, values, k_lead = (x if x is None else span(x, 0, end) for x in (keys, values, k_lead))
     return differentiable(
         [q, keys, values, q_lead, k_lead],
         lambda inputs: _forward(_with(bare, *inputs)),

@@ -216,8 +216,7 @@ def unsupported_sizes(dtype: torch.dtype, head_dim: int) -> str | None:
 
 def attend_on_cuda(call: Call) -> tuple[Tensor, Tensor]:
     """See ``attend.attend``. The output is laid out in memory as ``[B, m, Hq, d]``."""
-    # sources may have slots for more tokens
-    n = max((segment.keys[1] for segment in call.segments.all), default=0)
+    n = call.segments.end
     sizes, see, has_lead, device = (call.q.shape[2], n), call.visibility, call.lead is not None, call.q.device
     plan = call.segments.derived(
         ("varlen", sizes, see[:3], has_lead, call.scale, device),
