@@ -297,7 +297,8 @@ class PackedCosts:
         """Units of a pair, and the units that a packed lead and a packed follower save.
 
         The units of a pair are the bytes of its distant tokens. Their number is chosen so that rounding the
-        other two numbers down loses least.
+        other two numbers down loses least. Windows count as 16-bit numbers. Long ones are packed too, so a
+        plan may save more than its units say.
         """
         key_bits, value_bits = bits_per_number(PACKED, self.head_dim)
         keys = self._saved_by_packing(key_bits)
