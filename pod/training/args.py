@@ -158,6 +158,10 @@ class TrainRecipe:
     rest is the cross entropy. 1 = the model only learns to predict what the dense model predicts. It costs
     one more forward pass."""
 
+    distill_attention: NonNegativeFloat = 0.0
+    """With distill: weight of the error of attention in each layer, ‖o - o*‖² / ‖o*‖² for its output o and
+    the dense model's o*, as a mean over layers. 10 is a good weight; 0 = none."""
+
     lora_rank: PositiveInt = 16
     """Rank of the LoRA adapters."""
 
@@ -238,6 +242,11 @@ class TrainRecipe:
             raise ValueError(
                 f"distill is {self.distill:g} with method={self.method}, but the teacher is the model "
                 "without its adapters: set method=lora, or distill=0"
+            )
+        if self.distill_attention and not self.distill:
+            raise ValueError(
+                f"distill_attention is {self.distill_attention:g}, but distill is 0, so there is no teacher: "
+                "set distill=1, or distill_attention=0"
             )
         moves = self.offload_checkpoints or self.shared_qk not in (None, "keep")
         if self.gradient_checkpointing == "none" and moves:

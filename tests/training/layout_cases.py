@@ -68,5 +68,6 @@ def settings_of(case: dict) -> dict:
         "gradient_checkpointing": "full" if case["checkpointing"] else "none",
         "method": "full" if case["method"] == "full" else "lora",
         "distill": 0.7 if case["method"] == "distilled" else 0.0,
+        "distill_attention": 3.0 if case["method"] == "distilled" else 0.0,
         "lora_rank": 8,
     }

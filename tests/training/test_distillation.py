@@ -221,3 +221,20 @@ def test_estimates_count_the_teacher():
     plain, distilled = (max(parts.get("teacher", 0) for parts in moments(job)) for job in jobs)
     states_and_gradient = 4096 // 2 * 24 * (2 + 4)  # tokens of a rank x hidden, in bfloat16 and in fp32
     assert (plain, distilled) == (0, states_and_gradient)
+
+
+@pytest.mark.parametrize("checkpointing", ["full", "none"])
+def test_estimates_count_what_attention_matching_keeps(checkpointing):
+    model = make_model()
+    args = TrainArgs(method="lora", distill=1.0, loss_chunk_mib=1, gradient_checkpointing=checkpointing)
+    jobs = [
+        TrainingJob(
+            Shapes.from_config(model.config), model.config.sharing_plan.lead, changed, 64, World(1, 1)
+        )
+        for changed in (args, dataclasses.replace(args, distill_attention=10.0))
+    ]
+    plain, matched = ([parts.get("teacher", 0) for parts in moments(job)] for job in jobs)
+    layer = 64 * 24 * 2  # tokens x hidden, in bfloat16
+    both = 1 if checkpointing == "full" else 2  # layers that are computed again keep no output of their own
+    added = [after - before for before, after in zip(plain, matched, strict=True)]
+    assert max(added) == 3 * layer * both and {0, layer * both} <= set(added)

@@ -46,6 +46,7 @@ def reference(args, model, batch) -> tuple[float, dict]:
     objective = loss
     if teacher is not None:
         objective = (1 - args.distill) * loss + args.distill * mean_divergence(teacher, model, batch)
+        objective = objective + args.distill_attention * mean_attention_error(teacher, model, batch)
     objective.backward()
     gradients = {name: p.grad for name, p in trained.named_parameters() if p.requires_grad}
     return float(loss.detach()), {name: gradient.double() for name, gradient in gradients.items()}
@@ -80,6 +81,24 @@ def mean_divergence(teacher, model, batch):
         wanted = logits_of(teacher, batch)[labelled].double().softmax(-1)
     own = logits_of(model, batch)[labelled].double().softmax(-1)
     return (wanted * (wanted / own).log()).sum(-1).mean()
+
+
+def mean_attention_error(teacher, model, batch):
+    """Squared error of attention's output over its squared size: a mean over layers and labelled tokens."""
+    labelled = batch["labels"] != -100
+    found = []
+    for one in (teacher, model):
+        outputs = []
+        handles = [
+            layer.self_attn.register_forward_hook(lambda _m, _i, out, outputs=outputs: outputs.append(out[0]))
+            for layer in one.model.layers
+        ]
+        one.model(input_ids=batch["input_ids"], doc_ids=batch["doc_ids"])
+        for handle in handles:
+            handle.remove()
+        found.append(torch.stack(outputs)[:, labelled].double())
+    wanted, own = found[0].detach(), found[1]
+    return ((own - wanted).square().sum(-1) / wanted.square().sum(-1)).mean()
 
 
 @functools.cache

@@ -44,7 +44,7 @@ def step(out: Path, stage: int, distills: bool = False) -> None:
     }
     name = f"stage{stage}"
     if distills:
-        settings |= {"method": "lora", "distill": 0.5}
+        settings |= {"method": "lora", "distill": 0.5, "distill_attention": 10.0}
         name += "_distilled"
     trainer = make_trainer(out / name, out / "data", settings)
     for _ in range(2):

@@ -298,6 +298,15 @@ class _Step:
         each = self.first_norm + self.second_norm + self.hidden + (self.mlp if self.job.tiles == 1 else 0)
         return sum(self.attention[:layers]) + layers * each
 
+    def matched_attention(self, last: int) -> int:
+        """Bytes of attention matching that wait for the backward of the layers up to `last`.
+
+        These are the outputs of the teacher's attention and, without checkpointing, those of the model.
+        """
+        if not self.job.args.distill_attention:
+            return 0
+        return (last + 1) * self.hidden * (1 if self.recomputes else 2)
+
     def shared_qk(self, last: int) -> int:
         """Bytes of `shared_qk` on the device in the backward of layer `last`.
 
@@ -319,8 +328,8 @@ class _Step:
         """The parts at the loss: all kept activations, and blocks of logits.
 
         A block and its gradient are held in float32, beside copies of both in `dtype`. Distillation holds the
-        teacher's hidden states, the gradient of the student's in float32, and six times half a block: logits
-        and probabilities of both models.
+        teacher's hidden states, the gradient of the student's in float32, what attention matching keeps, and
+        six times half a block: logits and probabilities of both models.
         """
         shapes, last = self.job.shapes, self.job.shapes.layers - 1
         block = min(self.job.args.loss_chunk_mib * MEBIBYTE, 4 * shapes.vocab * self.job.tokens)
@@ -332,7 +341,7 @@ class _Step:
         both = distills and not shapes.tied and 2 * shapes.parameters <= REUSE_ELEMENTS
         return {
             "activations": self.kept(last) + final,
-            "teacher": teacher,
+            "teacher": teacher + self.matched_attention(last),
             "shared_qk": self.resting_shared_qk(last),
             "logits": (2 if self.size == 4 and not distills else 3) * block,
             "gradients": weight * self.size if self.full else 0,
@@ -352,6 +361,7 @@ class _Step:
         whole = self.full and weight > optimization.REDUCE_BUCKET_ELEMENTS
         return {
             "activations": self.kept(last) + self.hidden * (1 + self.wide),
+            "teacher": self.matched_attention(last),
             "shared_qk": self.resting_shared_qk(last),
             "gradients": weight * (self.size + _gradient_copy_bytes(self.job.args)) if whole else 0,
             "gathered": self.gathered(weight * (2 if both else 1), last, False),
@@ -387,6 +397,7 @@ class _Step:
             "shared_qk": self.shared_qk(index),
             "shared_qk gradients": arriving,
             "activations": activations,
+            "teacher": self.matched_attention(index),
         }
 
     def weights_of_layer(self, index: int) -> Parts:

@@ -9,11 +9,13 @@ distillation adds is in ``distillation.py``.
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from pod.data.rows.loader import IGNORED_LABEL
 from pod.training import deepspeed_bridge as bridge
 from pod.training.args import TrainArgs
+from pod.training.run.attention_matching import AttentionMatching
 from pod.training.run.distillation import PARTS, distilled_losses, teacher_states
 
 MEBIBYTE = 2**20
@@ -91,15 +93,23 @@ class LanguageModelLoss(nn.Module):
     Args:
         model: a PodForCausalLM, or its `peft` wrapper.
         distill: as in `train.distill`; above 0 the model must have adapters.
+        distill_attention: as in `train.distill_attention`; above 0 `distill` must be so too.
 
     Attributes:
         parts: names of the sums that `forward` returns; the first is what is trained.
     """
 
-    def __init__(self, model: Any, chunk_mib: int = 256, distill: float = 0.0):
+    def __init__(
+        self, model: Any, chunk_mib: int = 256, distill: float = 0.0, distill_attention: float = 0.0
+    ):
         super().__init__()
         self.model = model
-        self.parts = PARTS if distill else ("loss",)
+        self.parts: tuple[str, ...] = PARTS if distill else ("loss",)
+        self.distill_attention = distill_attention
+        self._matching = None
+        if distill_attention:
+            self.parts += ("attention_error",)
+            self._matching = AttentionMatching(self._causal_model)
         self.loss_head = LossHead(self._causal_model.lm_head.weight, chunk_mib, distill)
 
     @property
@@ -115,8 +125,20 @@ class LanguageModelLoss(nn.Module):
             input_ids, labels: this rank's slice, [B, n_local].
             doc_ids: the whole rows, [B, n].
         """
-        taught = None
-        if self.loss_head.distill and reader is None:  # first, while no activations are kept
-            taught = teacher_states(self._causal_model, input_ids, doc_ids)
-        hidden = self._causal_model.model(input_ids=input_ids, doc_ids=doc_ids).last_hidden_state
-        return self.loss_head(hidden, labels, reader=reader, taught=taught)
+        model, matching = self._causal_model, self._matching
+        if reader is not None or not self.loss_head.distill:
+            hidden = model.model(input_ids=input_ids, doc_ids=doc_ids).last_hidden_state
+            return self.loss_head(hidden, labels, reader=reader)
+
+        if matching is None:
+            taught = teacher_states(model, input_ids, doc_ids)  # first, while no activations are kept
+            hidden = model.model(input_ids=input_ids, doc_ids=doc_ids).last_hidden_state
+            return self.loss_head(hidden, labels, taught=taught)
+
+        with matching.teaching():
+            taught = teacher_states(model, input_ids, doc_ids)
+        with matching.learning(labels):
+            hidden = model.model(input_ids=input_ids, doc_ids=doc_ids).last_hidden_state
+        objective, *others = self.loss_head(hidden, labels, taught=taught).unbind()
+        error = matching.error()
+        return torch.stack([objective + self.distill_attention * error, *others, error.detach()])

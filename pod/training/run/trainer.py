@@ -179,8 +179,8 @@ class Trainer:
 
         Returns:
             `loss` (mean cross entropy), `learning_rate`, `grad_norm`, `labels`, `data_wait_s`, and `skipped`
-            and `spike` (0 or 1); with distillation also `objective` and `divergence`. A loss that is not
-            finite is left out, and so is the norm of a skipped step.
+            and `spike` (0 or 1); with distillation also `objective` and `divergence`, and `attention_error`
+            if it is trained. A loss that is not finite is left out, and so is the norm of a skipped step.
 
         Raises:
             Interrupted: a signal came between two micro-batches.
@@ -304,4 +304,5 @@ def trained_module(
     if fuses[args.fused_layers]:
         fuse_layers(model)
     trained = add_lora(model, lora) if lora else model.requires_grad_(True)
-    return LanguageModelLoss(trained, args.loss_chunk_mib, args.distill).train()
+    loss = LanguageModelLoss(trained, args.loss_chunk_mib, args.distill, args.distill_attention)
+    return loss.train()

@@ -1,0 +1,127 @@
+"""Attention that learns from the dense model's: errors by definition, gradients, checkpoints, metrics."""
+
+import pytest
+import torch
+
+from pod.training.args import TrainArgs
+from pod.training.run.attention_matching import _RelativeError
+from pod.training.run.distillation import PARTS, teacher_states
+from pod.training.run.loss import LanguageModelLoss
+from tests.training.test_distillation import DOCUMENTS, IDS, LABELS, make_model, with_adapters
+
+WEIGHT = 10.0
+
+
+def outputs_of(model, **inputs):
+    """What attention gives in each layer, read without the hooks under test."""
+    found = []
+    handles = [
+        layer.self_attn.register_forward_hook(lambda _m, _i, out: found.append(out[0]))
+        for layer in model.model.layers
+    ]
+    model.model(**inputs)
+    for handle in handles:
+        handle.remove()
+    return found
+
+
+def expected_error(adapted, plain):
+    """The error by its definition, token by token, from a model under its plan and a dense one."""
+    inputs = {"input_ids": IDS, "doc_ids": DOCUMENTS}
+    with torch.no_grad():
+        targets = outputs_of(plain, **inputs)
+    total = 0.0
+    for out, target in zip(outputs_of(adapted.get_base_model(), **inputs), targets, strict=True):
+        for row in range(len(IDS)):
+            for token in range(IDS.shape[1]):
+                if LABELS[row, token] != -100:
+                    wanted = target[row, token]
+                    total = total + ((out[row, token] - wanted) ** 2).sum() / (wanted**2).sum() / len(targets)
+    return total
+
+
+@pytest.mark.parametrize("sinks", ["tokens", "constant"])
+def test_the_error_and_its_gradients_are_those_of_the_definition(sinks):
+    model = make_model(sinks=sinks, dtype=torch.float64)
+    plain = make_model(lead=None, sinks=None if sinks == "constant" else sinks, dtype=torch.float64)
+    plain.load_state_dict(model.state_dict(), strict=False)
+    adapted = with_adapters(model).train()
+    trained = [one for one in adapted.parameters() if one.requires_grad]
+    without = LanguageModelLoss(adapted, distill=1.0)(IDS, LABELS, DOCUMENTS)
+    gradients = torch.autograd.grad(without[0], trained, allow_unused=True)
+
+    module = LanguageModelLoss(adapted, distill=1.0, distill_attention=WEIGHT)
+    assert module.parts == (*PARTS, "attention_error")
+    found = module(IDS, LABELS, DOCUMENTS)
+    own = torch.autograd.grad(found[0], trained, allow_unused=True)
+
+    error = expected_error(adapted, plain)
+    of_error = torch.autograd.grad(error, trained, allow_unused=True)
+    torch.testing.assert_close(found[-1].item(), error.item(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(found[0], without[0] + WEIGHT * error, rtol=1e-6, atol=0)
+    torch.testing.assert_close(found[1:3], without[1:3])
+    assert error > 1.0
+    for one, plain_one, error_one in zip(own, gradients, of_error, strict=True):
+        parts = [x for x in (plain_one, None if error_one is None else WEIGHT * error_one) if x is not None]
+        torch.testing.assert_close(one, sum(parts), rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_layer_that_is_computed_again_gives_the_same_gradients(checkpointing):
+    """And a second micro-batch, or one after an evaluation, gives what it gives alone."""
+    adapted = with_adapters(make_model()).train()
+    trained = [one for one in adapted.parameters() if one.requires_grad]
+    module = LanguageModelLoss(adapted, distill=1.0, distill_attention=WEIGHT)
+    expected = torch.autograd.grad(module(IDS, LABELS, DOCUMENTS)[0], trained)
+    if checkpointing:
+        adapted.get_base_model().gradient_checkpointing_enable()
+    for _ in range(2):
+        found = module(IDS, LABELS, DOCUMENTS)
+        own = torch.autograd.grad(found[0], trained)
+        for one, wanted in zip(own, expected, strict=True):
+            torch.testing.assert_close(one, wanted)
+        with torch.no_grad():
+            module(IDS, LABELS, DOCUMENTS, reader=lambda hidden, weight, labels: hidden)
+    assert not module._matching._targets and not module._matching._errors
+
+
+def test_targets_go_when_they_were_needed_for_the_last_time():
+    adapted = with_adapters(make_model()).train()
+    module = LanguageModelLoss(adapted, distill=1.0, distill_attention=WEIGHT)
+    module(IDS, LABELS, DOCUMENTS)
+    assert not module._matching._targets
+    adapted.get_base_model().gradient_checkpointing_enable()
+    found = module(IDS, LABELS, DOCUMENTS)
+    assert len(module._matching._targets) == 3
+    found[0].backward()
+    assert not module._matching._targets
+
+
+def test_an_unlabelled_token_and_a_target_of_zeros_do_no_harm():
+    torch.manual_seed(0)
+    out, target = torch.randn(2, 1, 5, 8, dtype=torch.float64)
+    counted = torch.tensor([[True, False, True, True, True]])
+    target[0, 3] = 0
+    out[0, 1] = float("nan")
+    out.requires_grad_()
+    found = _RelativeError.apply(out, target, counted)
+    (gradient,) = torch.autograd.grad(2.5 * found, out)
+    kept = [0, 2, 4]
+    small = out[0, kept].detach().requires_grad_()
+    expected = ((small - target[0, kept]).square().sum(-1) / target[0, kept].square().sum(-1)).sum()
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(gradient[0, kept], torch.autograd.grad(2.5 * expected, small)[0])
+    assert (gradient[0, [1, 3]] == 0).all()
+
+
+def test_without_a_teacher_it_is_refused():
+    with pytest.raises(ValueError, match="distill is 0, so there is no teacher: set distill=1"):
+        TrainArgs(method="lora", distill_attention=10.0)
+
+
+def test_teacher_states_are_those_without_matching():
+    adapted = with_adapters(make_model()).train()
+    before = teacher_states(adapted.get_base_model(), IDS, DOCUMENTS)
+    module = LanguageModelLoss(adapted, distill=1.0, distill_attention=WEIGHT)
+    module(IDS, LABELS, DOCUMENTS)
+    assert torch.equal(teacher_states(adapted.get_base_model(), IDS, DOCUMENTS), before)
