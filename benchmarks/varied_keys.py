@@ -28,7 +28,7 @@ from pod.eval.statistics.confidence import mcnemar
 from pod.eval.suites.haystack import Frame, load_sentences
 from pod.eval.tasks import niah
 from pod.eval.tasks.passkey import TASK, PasskeyPrompt
-from pod.files import atomic_write_text, write_json
+from pod.files import atomic_write_text, read_json, write_json
 from pod.measure.machine import environment
 from pod.recipe import load_recipe
 
@@ -121,7 +121,10 @@ def compared(own: list[bool], other: list[bool]) -> str:
 
 
 def assemble() -> None:
-    """One JSON and one Markdown table."""
+    """One JSON and one Markdown table. Rows of the committed table stay, if they were not measured here."""
+    for row in read_json(OUT)["rows"] if OUT.is_file() else []:
+        if not kept_at(KEPT, row["name"]).is_file():
+            write_json(kept_at(KEPT, row["name"]), row)
     found = sorted(read_kept(KEPT, ROOT), key=lambda x: x["name"])
     lines = [f"| | {' | '.join(KINDS)} |", "|" + "---|" * (len(KINDS) + 1)]
     lines += [f"| {x['name']} | {' | '.join(key_cell(x['right'][kind]) for kind in KINDS)} |" for x in found]
