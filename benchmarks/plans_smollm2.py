@@ -192,16 +192,19 @@ def assemble(name: str) -> None:
 def restore(table: Path) -> None:
     """Write the rows of a committed table as files of this run, where it has none.
 
-    Nothing is written if the texts are others: then the dense model has other losses.
+    Raises:
+        SystemExit: the table's rows are of other texts, on which the dense model has other losses. They would
+            be lost.
     """
     dense = kept_at(KEPT, "dense")
-    if not table.is_file() or not dense.is_file():
+    if not table.is_file():
         return
+    if not dense.is_file():
+        raise SystemExit("the row `dense` is not measured: run --only dense first")
     committed = {row["name"]: row for row in read_json(table)["rows"]}
-    differs = np.subtract(committed["dense"]["nll"], read_json(dense)["nll"])
-    if abs(differs).max() > SAME_TEXT:
-        print(f"{table.name} has rows of other texts, which are left out")
-        return
+    own, theirs = read_json(dense)["nll"], committed["dense"]["nll"]
+    if len(own) != len(theirs) or abs(np.subtract(own, theirs)).max() > SAME_TEXT:
+        raise SystemExit(f"{table.name} has rows of other texts: give the table another --name")
     for name, row in committed.items():
         if not kept_at(KEPT, name).is_file():
             write_json(kept_at(KEPT, name), row)

@@ -121,8 +121,17 @@ def compared(own: list[bool], other: list[bool]) -> str:
 
 
 def assemble() -> None:
-    """One JSON and one Markdown table. Rows of the committed table stay, if they were not measured here."""
-    for row in read_json(OUT)["rows"] if OUT.is_file() else []:
+    """One JSON and one Markdown table.
+
+    Rows of the committed table that were not measured here stay. They must be of the same prompts.
+    """
+    settings = {"length": LENGTH, "prompts": PROMPTS, "dtype": str(DTYPE)}
+    committed = read_json(OUT) if OUT.is_file() else {"settings": settings, "rows": []}
+    if committed["settings"] != settings:
+        raise SystemExit(
+            f"{OUT.name} has rows of other prompts: {committed['settings']}. Remove it to begin anew"
+        )
+    for row in committed["rows"]:
         if not kept_at(KEPT, row["name"]).is_file():
             write_json(kept_at(KEPT, row["name"]), row)
     found = sorted(read_kept(KEPT, ROOT), key=lambda x: x["name"])
@@ -132,7 +141,6 @@ def assemble() -> None:
     if rights.keys() >= set(PAIR):
         lines.append(f"\n{compared(*(rights[name] for name in PAIR))}")
     lines.append(f"\n{PROMPTS} prompts of {LENGTH} tokens of each kind, {DTYPE}.")
-    settings = {"length": LENGTH, "prompts": PROMPTS, "dtype": str(DTYPE)}
     write_json(OUT, {"environment": environment(), "settings": settings, "rows": found})
     atomic_write_text(OUT.with_suffix(".md"), "\n".join(lines) + "\n")
     print("\n".join(lines))

@@ -215,7 +215,7 @@ def test_the_last_line_says_how_to_serve_what_was_made(tmp_path, lead):
     again = load_recipe(command[0], command[1:])
     assert (again.explore.target, again.explore.granularity) == ("vllm", "layer")
     assert (again.model.sinks, again.output_dir) == ("constant", f"{tmp_path}/run-vllm")
-    assert "This plan is another." in said and "\n" not in said
+    assert "This plan is not of that kind." in said and "\n" not in said
 
 
 def test_a_model_that_no_plan_makes_ready_for_vllm_is_said_to_be_one(tmp_path):

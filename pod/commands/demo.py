@@ -222,7 +222,7 @@ def how_to_serve(recipe: Recipe, config: str) -> str:
         changes = " ".join(f"--set {change}" for change in (*FOR_VLLM, f"output_dir={folder}"))
         return (
             "serving: vLLM runs plans of whole layers in 16 bits, with constants for the first tokens. "
-            "This plan is another. For one that it runs: "
+            "This plan is not of that kind. For one that it runs: "
             f"pod demo --config {config} {changes}"
         )
     resolved = Path(recipe.output_dir) / RESOLVED

@@ -1,11 +1,11 @@
-"""Attention that learns from the dense model's: errors by definition, gradients, checkpoints, metrics."""
+"""Attention that learns from the dense model's: errors by definition, gradients, checkpoints, memory."""
 
 import pytest
 import torch
 
 from pod.training.args import TrainArgs
 from pod.training.run.attention_matching import _RelativeError
-from pod.training.run.distillation import PARTS, teacher_states
+from pod.training.run.distillation import PARTS
 from pod.training.run.loss import LanguageModelLoss
 from tests.training.test_distillation import DOCUMENTS, IDS, LABELS, make_model, with_adapters
 
@@ -71,14 +71,19 @@ def test_a_layer_that_is_computed_again_gives_the_same_gradients(checkpointing):
     """And a second micro-batch, or one after an evaluation, gives what it gives alone."""
     adapted = with_adapters(make_model()).train()
     trained = [one for one in adapted.parameters() if one.requires_grad]
-    module = LanguageModelLoss(adapted, distill=1.0, distill_attention=WEIGHT)
-    expected = torch.autograd.grad(module(IDS, LABELS, DOCUMENTS)[0], trained)
+    batches = [(IDS, LABELS), (IDS.flip(1), LABELS.roll(2, 1))]
+
+    def new_loss():
+        return LanguageModelLoss(adapted, distill=1.0, distill_attention=WEIGHT)
+
+    expected = [torch.autograd.grad(new_loss()(*batch, DOCUMENTS)[0], trained) for batch in batches]
     if checkpointing:
         adapted.get_base_model().gradient_checkpointing_enable()
-    for _ in range(2):
-        found = module(IDS, LABELS, DOCUMENTS)
+    module = new_loss()
+    for batch, gradients in zip(batches, expected, strict=True):
+        found = module(*batch, DOCUMENTS)
         own = torch.autograd.grad(found[0], trained)
-        for one, wanted in zip(own, expected, strict=True):
+        for one, wanted in zip(own, gradients, strict=True):
             torch.testing.assert_close(one, wanted)
         with torch.no_grad():
             module(IDS, LABELS, DOCUMENTS, reader=lambda hidden, weight, labels: hidden)
@@ -114,14 +119,31 @@ def test_an_unlabelled_token_and_a_target_of_zeros_do_no_harm():
     assert (gradient[0, [1, 3]] == 0).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_16_bit_outputs_have_the_error_of_wide_numbers(dtype):
+    """Squares of outputs of 300 are beyond fp16."""
+    torch.manual_seed(0)
+    target = (300 * torch.randn(1, 4, 64)).to(dtype)
+    out = (target + 30 * torch.randn(1, 4, 64)).to(dtype).requires_grad_()
+    found = _RelativeError.apply(out, target, torch.ones(1, 4, dtype=torch.bool))
+    (gradient,) = torch.autograd.grad(1000 * found, out)
+    wide = out.detach().double().requires_grad_()
+    expected = ((wide - target).square().sum(-1) / target.double().square().sum(-1)).sum()
+    torch.testing.assert_close(found.double(), expected, rtol=3e-3, atol=0)
+    (exact,) = torch.autograd.grad(1000 * expected, wide)
+    assert (gradient.double() - exact).norm() <= 1e-2 * exact.norm()
+
+
 def test_without_a_teacher_it_is_refused():
     with pytest.raises(ValueError, match="distill is 0, so there is no teacher: set distill=1"):
         TrainArgs(method="lora", distill_attention=10.0)
+    with pytest.raises(ValueError, match="needs a teacher"):
+        LanguageModelLoss(with_adapters(make_model()), distill_attention=10.0)
 
 
-def test_teacher_states_are_those_without_matching():
+def test_a_layer_that_was_not_taught_is_no_part_of_a_mean():
     adapted = with_adapters(make_model()).train()
-    before = teacher_states(adapted.get_base_model(), IDS, DOCUMENTS)
     module = LanguageModelLoss(adapted, distill=1.0, distill_attention=WEIGHT)
     module(IDS, LABELS, DOCUMENTS)
-    assert torch.equal(teacher_states(adapted.get_base_model(), IDS, DOCUMENTS), before)
+    with pytest.raises(AssertionError, match="every layer was taught"):
+        module._matching.error()

@@ -71,6 +71,9 @@ def test_what_a_resumed_recipe_changes_is_told():
     now = {"train": {"learning_rate": 0.2, "dtype": "float32", "new_field": 1}, "seed": 0}
     assert changed_settings(before, now) == ["train.learning_rate 0.1 -> 0.2"]
     assert changed_settings({}, now) == [] == changed_settings(now, now)
+    # an earlier version had no such setting
+    began = {"train": {**now["train"], "distill_attention": 10.0}}
+    assert changed_settings(now, began) == ["train.distill_attention 0.0 -> 10.0"]
 
 
 def test_a_damaged_checkpoint_names_the_one_to_go_back_to(tmp_path):

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 
 from pod.files import read_mapping, write_json
 from pod.modeling.model.sharing import SharingPlan
+from pod.training.args import TrainArgs
 
 SCHEMA_VERSION = 3  # of checkpoint.json; other versions are refused
 STATE_NAME = "checkpoint.json"
@@ -184,12 +185,15 @@ def check_identity(state: TrainState, identity: dict[str, Any], refusal: str) ->
 def changed_settings(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """Settings of training that differ between two resolved recipes: `train.learning_rate 0.1 -> 0.2`.
 
+    A setting that the earlier recipe lacks did not exist then: it had its default.
+
     Args:
         before: the earlier recipe.
         now: the recipe of this run.
     """
-    old = before.get("train") or {}
     new = now.get("train") or {}
+    old = before.get("train") or new
+    old = {one.name: one.default for one in fields(TrainArgs) if one.default is not MISSING} | old
     changed = [name for name in new if name in old and old[name] != new[name]]
     return [f"train.{name} {old[name]} -> {new[name]}" for name in changed]
 

@@ -298,14 +298,19 @@ class _Step:
         each = self.first_norm + self.second_norm + self.hidden + (self.mlp if self.job.tiles == 1 else 0)
         return sum(self.attention[:layers]) + layers * each
 
-    def matched_attention(self, last: int) -> int:
+    def matched_attention(self, last: int, in_layer: bool) -> int:
         """Bytes of attention matching that wait for the backward of the layers up to `last`.
 
-        These are the outputs of the teacher's attention and, without checkpointing, those of the model.
+        These are the outputs of the teacher's attention and those of the model. With checkpointing, only the
+        layer that is computed again has an output of its own.
+
+        Args:
+            in_layer: whether the backward of layer `last` has begun.
         """
         if not self.job.args.distill_attention:
             return 0
-        return (last + 1) * self.hidden * (1 if self.recomputes else 2)
+        own = int(in_layer) if self.recomputes else last + 1
+        return (last + 1 + own) * self.hidden
 
     def shared_qk(self, last: int) -> int:
         """Bytes of `shared_qk` on the device in the backward of layer `last`.
@@ -341,7 +346,7 @@ class _Step:
         both = distills and not shapes.tied and 2 * shapes.parameters <= REUSE_ELEMENTS
         return {
             "activations": self.kept(last) + final,
-            "teacher": teacher + self.matched_attention(last),
+            "teacher": teacher + self.matched_attention(last, False),
             "shared_qk": self.resting_shared_qk(last),
             "logits": (2 if self.size == 4 and not distills else 3) * block,
             "gradients": weight * self.size if self.full else 0,
@@ -361,7 +366,7 @@ class _Step:
         whole = self.full and weight > optimization.REDUCE_BUCKET_ELEMENTS
         return {
             "activations": self.kept(last) + self.hidden * (1 + self.wide),
-            "teacher": self.matched_attention(last),
+            "teacher": self.matched_attention(last, False),
             "shared_qk": self.resting_shared_qk(last),
             "gradients": weight * (self.size + _gradient_copy_bytes(self.job.args)) if whole else 0,
             "gathered": self.gathered(weight * (2 if both else 1), last, False),
@@ -397,7 +402,7 @@ class _Step:
             "shared_qk": self.shared_qk(index),
             "shared_qk gradients": arriving,
             "activations": activations,
-            "teacher": self.matched_attention(index),
+            "teacher": self.matched_attention(index, True),
         }
 
     def weights_of_layer(self, index: int) -> Parts:

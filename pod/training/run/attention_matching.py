@@ -1,12 +1,13 @@
 """Distillation of attention: each layer of the model under its plan learns the output of the dense layer.
 
-The divergence of `distillation.py` says only at the end of the model what a window has changed. Here every
-layer hears it by itself. The error of a token is the mean over layers of
+The divergence of `distillation.py` says only at the end of the model what a window has changed. Here the
+error of attention in every layer is part of the loss too. The error of a token is the mean over layers of
 
     ‖o - o*‖² / ‖o*‖²
 
-with the layer's output o of attention, behind the output projection, and the dense model's o*. It is the
-attention transfer of LoLCATs (Zhang et al., 2024), relative to o*, and trained together with the divergence.
+where o is the layer's output of attention, after the output projection, and o* is the dense model's. This is
+after the attention transfer of LoLCATs (Zhang et al., 2024). Here a layer reads the states of the model under
+its plan, not those of the dense model, so it also answers for the errors of the layers below.
 
 Outputs are read by hooks. So the model needs no code for it, and a layer that is computed again for its
 backward (activation checkpointing) reads them in the same way.
@@ -34,7 +35,8 @@ class AttentionMatching:
             ...                                 # the model under its plan reads them
         error = matching.error()                # with gradients
 
-    What was taught is let go of layer by layer, when it was needed for the last time.
+    A target is freed after its last use. Nothing else may run the model between `learning` and the end of the
+    backward pass.
 
     Args:
         model: a PodForCausalLM. Hooks stay on its layers.
@@ -69,7 +71,6 @@ class AttentionMatching:
         Args:
             labels: ``[B, n]``. Tokens without a label (-100) do not count.
         """
-        self._errors = {}
         self._counted = labels != IGNORED_LABEL
         self._mode = "learn"
         try:
@@ -78,9 +79,10 @@ class AttentionMatching:
             self._mode = "again" if self._decoder.gradient_checkpointing else "off"
 
     def error(self) -> Tensor:
-        """The sum over the labelled tokens of their error, a scalar in fp32. Its gradients are kept once."""
-        errors, self._errors = list(self._errors.values()), {}
-        return torch.stack(errors).sum() / len(errors)
+        """The sum over the labelled tokens of their error, a scalar in fp32. Call it once per micro-batch."""
+        errors, self._errors = self._errors, {}
+        assert len(errors) == len(self._decoder.layers), "every layer was taught, and has learnt"
+        return torch.stack(list(errors.values())).mean()
 
     def _read(self, index: int, _module: Any, _inputs: Any, out: Tensor) -> None:
         """The hook of a layer."""
@@ -99,22 +101,22 @@ class AttentionMatching:
 class _RelativeError(torch.autograd.Function):
     """apply(out, target, counted) → Σ ‖out - target‖² / ‖target‖² over counted tokens, a scalar in fp32.
 
-    Args are ``[B, n, hidden]`` twice and ``[B, n]``; a target of zeros counts nothing. Only ``out`` has
-    gradients. What is kept for them is ``out`` and ``target``, in their dtype.
+    Args are ``[B, n, hidden]`` twice and ``[B, n]``. A target of zeros, or one so small that dividing by its
+    square overflows, counts nothing. Only ``out`` has gradients; ``out`` and ``target`` are kept for them.
     """
 
     @staticmethod
     def forward(ctx, out, target, counted):
         size = _squared_norm(target)
-        counted = counted & (size > 0)
+        counted = counted & (size > 4 / torch.finfo(size.dtype).max)
         error = _squared_norm(out - target) / size
-        ctx.save_for_backward(out, target, counted)
+        ctx.save_for_backward(out, target, size, counted)
         return torch.where(counted, error, 0.0).sum()
 
     @staticmethod
     def backward(ctx, *grad_outputs):
-        out, target, counted = ctx.saved_tensors
-        factor = torch.where(counted, 2.0 / _squared_norm(target), 0.0)[..., None] * grad_outputs[0]
+        out, target, size, counted = ctx.saved_tensors
+        factor = torch.where(counted, 2.0 / size, 0.0)[..., None] * grad_outputs[0]
         change = torch.where(counted[..., None], out - target, 0.0)
         return (change * factor).to(out.dtype), None, None
 

@@ -93,16 +93,21 @@ class LanguageModelLoss(nn.Module):
     Args:
         model: a PodForCausalLM, or its `peft` wrapper.
         distill: as in `train.distill`; above 0 the model must have adapters.
-        distill_attention: as in `train.distill_attention`; above 0 `distill` must be so too.
+        distill_attention: as in `train.distill_attention`.
 
     Attributes:
         parts: names of the sums that `forward` returns; the first is what is trained.
+
+    Raises:
+        ValueError: attention is distilled without a teacher.
     """
 
     def __init__(
         self, model: Any, chunk_mib: int = 256, distill: float = 0.0, distill_attention: float = 0.0
     ):
         super().__init__()
+        if distill_attention and not distill:
+            raise ValueError("distill_attention needs a teacher: distill must be above 0")
         self.model = model
         self.parts: tuple[str, ...] = PARTS if distill else ("loss",)
         self.distill_attention = distill_attention
