@@ -35,7 +35,12 @@ from pod.recipe import load_recipe
 KEPT = ROOT / "runs" / "plans_smollm2" / "keys"
 OUT = RESULTS / "varied_keys_smollm2.json"
 LENGTH, PROMPTS = 2048, 40
-PAIR = ("plan narrow_80", "razor+int4 narrow 20%")
+PAIRS = (
+    ("plan narrow_80", "razor+int4 narrow 20%"),
+    ("adapted narrow_80-matched", "razor+int4 narrow 20%"),
+    ("plan narrow_85", "razor+int4 narrow 15%"),
+    ("adapted narrow_85-matched", "razor+int4 narrow 15%"),
+)
 """Rows of equal bytes that are compared prompt by prompt."""
 FILLERS = (
     "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.",
@@ -112,12 +117,12 @@ def measure(bench: Bench, prompts: dict[str, list[PasskeyPrompt]], row: Row) -> 
     return {"name": row.name, "right": right, "date": now["date"], "commit": now["commit"]}
 
 
-def compared(own: list[bool], other: list[bool]) -> str:
-    """How often only one of `PAIR` is right on the same prompts, and whether that may be chance."""
+def compared(pair: tuple[str, str], own: list[bool], other: list[bool]) -> str:
+    """How often only one row of a pair is right on the same prompts, and whether that may be chance."""
     gained = sum(a and not b for a, b in zip(own, other, strict=True))
     lost = sum(b and not a for a, b in zip(own, other, strict=True))
-    names = f"Of {len(own)} prompts, {PAIR[0]} alone finds {gained}, {PAIR[1]} alone {lost}"
-    return f"{names} (McNemar's exact test: p = {mcnemar(gained, lost):.2f})."
+    names = f"Of {len(own)} prompts, {pair[0]} alone finds {gained}, {pair[1]} alone {lost}"
+    return f"* {names} (McNemar's exact test: p = {mcnemar(gained, lost):.2f})."
 
 
 def assemble() -> None:
@@ -138,8 +143,8 @@ def assemble() -> None:
     lines = [f"| | {' | '.join(KINDS)} |", "|" + "---|" * (len(KINDS) + 1)]
     lines += [f"| {x['name']} | {' | '.join(key_cell(x['right'][kind]) for kind in KINDS)} |" for x in found]
     rights = {x["name"]: list(itertools.chain(*x["right"].values())) for x in found}
-    if rights.keys() >= set(PAIR):
-        lines.append(f"\n{compared(*(rights[name] for name in PAIR))}")
+    lines.append("")
+    lines += [compared(pair, *map(rights.get, pair)) for pair in PAIRS if rights.keys() >= set(pair)]
     lines.append(f"\n{PROMPTS} prompts of {LENGTH} tokens of each kind, {DTYPE}.")
     write_json(OUT, {"environment": environment(), "settings": settings, "rows": found})
     atomic_write_text(OUT.with_suffix(".md"), "\n".join(lines) + "\n")
