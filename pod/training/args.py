@@ -160,7 +160,7 @@ class TrainRecipe:
 
     distill_attention: NonNegativeFloat = 0.0
     """With distill: weight of the error of attention in each layer, ‖o - o*‖² / ‖o*‖² for its output o and
-    the dense model's o*, as a mean over layers. 10 is a good weight; 0 = none."""
+    the dense model's o*, as a mean over layers. 10 was better than 100 on SmolLM2; 0 = none."""
 
     lora_rank: PositiveInt = 16
     """Rank of the LoRA adapters."""
