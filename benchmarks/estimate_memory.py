@@ -113,7 +113,6 @@ CASES = [
             "method": "lora",
             "distill": 1.0,
             "distill_attention": 10.0,
-            "dtype": "bfloat16",
             "gradient_checkpointing": "none",
         },
     ),
