@@ -19,7 +19,7 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from judge_plans import Bench, kept_at, read_kept
+from judge_plans import Bench, keep_committed, kept_at, read_kept
 from plans_layers import DTYPE, RESULT, ROOT, SIZES, WORK, own_recipe, plans_of, rows, way_of
 from torch import Tensor
 from tqdm import tqdm
@@ -126,10 +126,7 @@ def restore(model: str) -> None:
         change = less(read_json(dense)["loss"], committed["dense"]["loss"])
         if max(map(abs, change)) > 1e-3:
             raise SystemExit(f"{OUT.name} has rows of other texts: remove it to begin anew")
-    for name, row in committed.items():
-        if not kept_at(folder, name).is_file():
-            folder.mkdir(parents=True, exist_ok=True)
-            write_json(kept_at(folder, name), row)
+    keep_committed(folder, committed.values())
 
 
 def assemble() -> None:

@@ -256,6 +256,15 @@ def kept_at(folder: Path, name: str) -> Path:
     return folder / f"{name.replace(' ', '_').replace('%', '')}.json"
 
 
+def keep_committed(folder: Path, rows: Iterable[dict[str, Any]]) -> None:
+    """Write rows of a committed table as files of this run, where it has none of these names."""
+    for row in rows:
+        file = kept_at(folder, row["name"])
+        if not file.is_file():
+            folder.mkdir(parents=True, exist_ok=True)
+            write_json(file, row)
+
+
 def measure_missing(
     make_bench: Any, rows: Iterable[Row], folder: Path, part: int = 0, parts: int = 1
 ) -> None:

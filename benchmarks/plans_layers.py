@@ -27,7 +27,16 @@ from typing import Any
 import torch
 import yaml
 from adaptation_smollm2 import launch
-from judge_plans import Bench, Row, Sizes, kept_at, measure_missing, read_kept, table_head, table_line
+from judge_plans import (
+    Bench,
+    Row,
+    Sizes,
+    keep_committed,
+    measure_missing,
+    read_kept,
+    table_head,
+    table_line,
+)
 
 from pod.files import read_json, write_json
 from pod.measure.machine import environment
@@ -254,14 +263,13 @@ def restore(model: str) -> None:
     if not RESULT.is_file():
         return
     plans = {row.name: plan for row in rows(model) if (plan := plan_file(model, row)) is not None}
+    current = []
     for found in read_json(RESULT)["models"].get(model, []):
-        file, plan = kept_at(WORK / model / "rows", found["name"]), plans.get(found["name"])
+        plan = plans.get(found["name"])
         measured = (found["plan"] or {}).get("sha256")  # rows of old runs have none
-        if plan is not None and measured not in (None, plan_sha256(SharingPlan.load(plan))):
-            continue
-        if not file.is_file():
-            file.parent.mkdir(parents=True, exist_ok=True)
-            write_json(file, found)
+        if plan is None or measured in (None, plan_sha256(SharingPlan.load(plan))):
+            current.append(found)
+    keep_committed(WORK / model / "rows", current)
 
 
 def way_of(name: str) -> str:

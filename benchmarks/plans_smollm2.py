@@ -32,7 +32,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from judge_plans import Bench, Row, Sizes, kept_at, measure_missing, read_kept, table_head, table_line
+from judge_plans import (
+    Bench,
+    Row,
+    Sizes,
+    keep_committed,
+    kept_at,
+    measure_missing,
+    read_kept,
+    table_head,
+    table_line,
+)
 
 import pod
 from pod.files import read_json, write_json
@@ -205,9 +215,7 @@ def restore(table: Path) -> None:
     own, theirs = read_json(dense)["nll"], committed["dense"]["nll"]
     if len(own) != len(theirs) or abs(np.subtract(own, theirs)).max() > SAME_TEXT:
         raise SystemExit(f"{table.name} has rows of other texts: give the table another --name")
-    for name, row in committed.items():
-        if not kept_at(KEPT, name).is_file():
-            write_json(kept_at(KEPT, name), row)
+    keep_committed(KEPT, committed.values())
 
 
 OWN = {

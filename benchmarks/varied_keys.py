@@ -21,7 +21,7 @@ import random
 from typing import Any
 
 import torch
-from judge_plans import Bench, Found, Row, Sizes, kept_at, key_cell, read_kept
+from judge_plans import Bench, Found, Row, Sizes, keep_committed, kept_at, key_cell, read_kept
 from plans_smollm2 import DTYPE, PLANS, RESULTS, ROOT, rows
 
 from pod.eval.statistics.confidence import mcnemar
@@ -136,9 +136,7 @@ def assemble() -> None:
         raise SystemExit(
             f"{OUT.name} has rows of other prompts: {committed['settings']}. Remove it to begin anew"
         )
-    for row in committed["rows"]:
-        if not kept_at(KEPT, row["name"]).is_file():
-            write_json(kept_at(KEPT, row["name"]), row)
+    keep_committed(KEPT, committed["rows"])
     found = sorted(read_kept(KEPT, ROOT), key=lambda x: x["name"])
     lines = [f"| | {' | '.join(KINDS)} |", "|" + "---|" * (len(KINDS) + 1)]
     lines += [f"| {x['name']} | {' | '.join(key_cell(x['right'][kind]) for kind in KINDS)} |" for x in found]

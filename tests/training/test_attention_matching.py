@@ -7,31 +7,19 @@ from pod.training.args import TrainArgs
 from pod.training.run.attention_matching import _RelativeError
 from pod.training.run.distillation import PARTS
 from pod.training.run.loss import LanguageModelLoss
+from tests.training.attention_outputs import outputs_of_attention
 from tests.training.test_distillation import DOCUMENTS, IDS, LABELS, make_model, with_adapters
 
 WEIGHT = 10.0
-
-
-def outputs_of(model, **inputs):
-    """What attention gives in each layer, read without the hooks under test."""
-    found = []
-    handles = [
-        layer.self_attn.register_forward_hook(lambda _m, _i, out: found.append(out[0]))
-        for layer in model.model.layers
-    ]
-    model.model(**inputs)
-    for handle in handles:
-        handle.remove()
-    return found
 
 
 def expected_error(adapted, plain):
     """The error by its definition, token by token, from a model under its plan and a dense one."""
     inputs = {"input_ids": IDS, "doc_ids": DOCUMENTS}
     with torch.no_grad():
-        targets = outputs_of(plain, **inputs)
+        targets = outputs_of_attention(plain, **inputs)
     total = 0.0
-    for out, target in zip(outputs_of(adapted.get_base_model(), **inputs), targets, strict=True):
+    for out, target in zip(outputs_of_attention(adapted.get_base_model(), **inputs), targets, strict=True):
         for row in range(len(IDS)):
             for token in range(IDS.shape[1]):
                 if LABELS[row, token] != -100:

@@ -13,6 +13,7 @@ from unittest import mock
 import layout_cases
 import tiny
 import torch
+from attention_outputs import outputs_of_attention
 
 from pod.modeling.model.sinks import PARAMETERS, is_constant
 
@@ -86,17 +87,10 @@ def mean_divergence(teacher, model, batch):
 def mean_attention_error(teacher, model, batch):
     """Squared error of attention's output over its squared size: a mean over layers and labelled tokens."""
     labelled = batch["labels"] != -100
-    found = []
-    for one in (teacher, model):
-        outputs = []
-        handles = [
-            layer.self_attn.register_forward_hook(lambda _m, _i, out, outputs=outputs: outputs.append(out[0]))
-            for layer in one.model.layers
-        ]
-        one.model(input_ids=batch["input_ids"], doc_ids=batch["doc_ids"])
-        for handle in handles:
-            handle.remove()
-        found.append(torch.stack(outputs)[:, labelled].double())
+    inputs = {"input_ids": batch["input_ids"], "doc_ids": batch["doc_ids"]}
+    found = [
+        torch.stack(outputs_of_attention(one, **inputs))[:, labelled].double() for one in (teacher, model)
+    ]
     wanted, own = found[0].detach(), found[1]
     return ((own - wanted).square().sum(-1) / wanted.square().sum(-1)).mean()
 

@@ -76,7 +76,7 @@ class AttentionMatching:
         try:
             yield
         finally:
-            self._mode = "again" if self._decoder.gradient_checkpointing else "off"
+            self._mode = "again"  # for layers whose targets are still here
 
     def error(self) -> Tensor:
         """The sum over the labelled tokens of their error, a scalar in fp32. Call it once per micro-batch."""
@@ -89,7 +89,7 @@ class AttentionMatching:
         if self._mode == "teach":
             self._targets[index] = out.detach()
         if self._mode not in ("learn", "again") or index not in self._targets:
-            return  # for example an evaluation after the backward pass
+            return  # for example an evaluation after the backward pass, when no target is left
         assert self._counted is not None, "labels are known while a model learns"
         is_last = self._mode == "again" or not self._decoder.gradient_checkpointing
         target = self._targets.pop(index) if is_last else self._targets[index]
