@@ -44,7 +44,8 @@ def plan_of(path: str | os.PathLike) -> list:
     found: list = [plan.lead, plan.head_order, plan.bits]
     if plan.sinks == "constant":
         constants = plan.sink_constants
-        found.append(["constant", *((constants.logits, constants.values) if constants else ())])
+        tables = (constants.logits, constants.values, constants.keys) if constants else ()
+        found.append(["constant", *(table for table in tables if table is not None)])
     return found
 
 

@@ -214,9 +214,11 @@ def _attend(attention: PodAttention, x: Tensor, static: StaticLayer, step: Stati
     """The attention of one layer, with its projections: ``[B, 1, hidden]`` to the same shape."""
     assert attention.k_proj is not None and attention.v_proj is not None, "a layer without keys of its own"
     shape = x.shape[0], -1, attention.head_dim
-    step.sink = attention.sink
+    step.sink, sink_keys = attention.constants()
     q = attention.q_proj(x).view(shape)
     k = attention.k_proj(x).view(shape)
+    if sink_keys is not None:
+        k = k - sink_keys.to(k.dtype)
     v = attention.v_proj(x).view(shape)
     norms = None
     if attention.q_norm is not None and attention.k_norm is not None:

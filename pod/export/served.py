@@ -12,7 +12,8 @@ every window. The value needs no support of an engine, since the probabilities s
     sum_j p_j v_j + p_s u  =  sum_j p_j (v_j - u) + u
 
 So ``u`` is subtracted from the bias of ``v_proj``, and ``W_o u`` is added to the bias of ``o_proj``. What
-remains is a softmax with one more logit, `self_attn.sinks`, as gpt-oss has it.
+remains is a softmax with one more logit, `self_attn.sinks`, as gpt-oss has it. The sink's key is subtracted
+from all keys of its layer, so it goes into the bias of ``k_proj``.
 """
 
 from pathlib import Path
@@ -276,7 +277,7 @@ def served_weights(model: PodForCausalLM) -> dict[str, Tensor]:
 
 
 def _fold(weights: dict[str, Tensor], attention: str, groups: int) -> None:
-    """Move a layer's sink values into its biases, in place.
+    """Move the values and keys of a layer's sink into its biases, in place.
 
     The bias of `v_proj` is rounded to the dtype of the weights. The bias of `o_proj` adds exactly what that
     rounded bias subtracts.
@@ -290,6 +291,10 @@ def _fold(weights: dict[str, Tensor], attention: str, groups: int) -> None:
     after = (before.double() - values.double().flatten()).to(before.dtype)
     subtracted = (before.double() - after.double()).unflatten(0, values.shape)
     each_query_head = subtracted.repeat_interleave(groups, dim=0).flatten()
+    keys = weights.pop(f"{attention}sink_keys", None)
+    if keys is not None:
+        bias = weights[f"{attention}k_proj.bias"]
+        weights[f"{attention}k_proj.bias"] = (bias.double() - keys.double().flatten()).to(bias.dtype)
     projection = weights[f"{attention}o_proj.weight"]
     added = projection.double() @ each_query_head
     output = weights[f"{attention}o_proj.bias"]

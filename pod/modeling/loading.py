@@ -4,9 +4,7 @@ import copy
 import inspect
 import os
 import re
-import warnings
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -26,15 +24,19 @@ from pod.modeling.model.config import PodConfig
 from pod.modeling.model.flash_version import use_asked
 from pod.modeling.model.llama import PodForCausalLM
 from pod.modeling.model.sharing import SharingPlan
-from pod.modeling.model.sink_constants import SinkConstants
 from pod.modeling.placement import dispatch, layout_of, stock_map
+from pod.modeling.sink_weights import (
+    SINK_NAME,
+    Constants,
+    constants_stay,
+    sink_weights,
+    with_trained_constants,
+)
 from pod.models import read_config, resolve_model, ways_without_network
 
 _PROJECTION = re.compile(
     r"model\.layers\.(\d+)\.self_attn\.(?:([qkv])_(?:proj\.(?:weight|bias)|norm\.weight)|o_proj\.weight)"
 )
-_SINKS = re.compile(r"model\.layers\.(\d+)\.self_attn\.(sinks|sink_values)")
-_SINKS_ANYWHERE = re.compile(rf"(?:.*\.)?{_SINKS.pattern}")
 Order = Sequence[Sequence[int]]
 """``[L][Hq]``: the number of each query head in the original weights (``SharingPlan.head_order``)."""
 
@@ -61,75 +63,17 @@ def plan_fields(plan: SharingPlan | None) -> dict[str, Any]:
     Without a plan, they are those of a dense model with its heads in the original order.
     """
     if plan is None:
-        return {"lead": None, "kv_bits": None, "head_order": None}
+        return {"lead": None, "kv_bits": None, "head_order": None, "sink_keys": False}
     bits = None if plan.bits is None else list(plan.bits)
     fields = {"lead": [list(row) for row in plan.lead], "kv_bits": bits, "head_order": plan.head_order}
     windows = {"num_sink_tokens": plan.num_sink_tokens, "num_recent_tokens": plan.num_recent_tokens}
     if plan.sinks is not None:
         fields["sinks"] = plan.sinks
+    if plan.sink_constants is not None:
+        fields["sink_keys"] = plan.sink_constants.keys is not None
     if plan.sinks in ("constant", "none"):
         windows["num_sink_tokens"] = 0
     return fields | {name: tokens for name, tokens in windows.items() if tokens is not None}
-
-
-Constants = Mapping[str, Tensor]
-"""The constants of constant sinks, as weights by name, with heads in the plan's order."""
-
-
-def sink_weights(plan: SharingPlan | None, config: PodConfig, checkpoint: Any = None) -> Constants:
-    """The constants of a plan as weights of the model, in fp32. Empty = the plan or the model has none.
-
-    Args:
-        plan: the plan.
-        config: the configuration of the model.
-        checkpoint: the configuration of the weights that the model will get. If these have constants and the
-            same plan, they were trained, beginning with the plan's constants. Then the result is empty, so
-            that they stay, and a warning says so. The plan's constants win only if they were trained too
-            (``with_trained_constants``).
-    """
-    constants = None if plan is None else plan.sink_constants
-    found: dict[str, Tensor] = {}
-    if constants is None:
-        return found
-    has_its_own = (
-        isinstance(checkpoint, PodConfig)
-        and checkpoint.sinks == "constant"
-        and checkpoint.sharing_plan == plan
-    )
-    if has_its_own and not constants.trained:
-        warnings.warn(
-            "this checkpoint was trained under this plan: its own constants stay in place of the plan's; "
-            'to start from the plan\'s, load it with layout="dense" first',
-            stacklevel=2,
-        )
-        return found
-    for layer in range(config.num_hidden_layers):
-        if not config.has_constant_sinks(layer) or constants.logits[layer] is None:
-            continue
-        constants.check_shapes(layer, config)
-        for name, rows in (("sinks", constants.logits), ("sink_values", constants.values)):
-            found[f"model.layers.{layer}.self_attn.{name}"] = torch.tensor(rows[layer], dtype=torch.float32)
-    return found
-
-
-def with_trained_constants(plan: SharingPlan, weights: Mapping[str, Tensor]) -> SharingPlan:
-    """The plan with the constants of trained weights, if these have any.
-
-    Such constants win over those of any checkpoint that the plan is used with.
-
-    Args:
-        plan: a plan; without constant sinks, it is returned as it is.
-        weights: weights by name, with heads in the model's order. Names may have a prefix, as peft's have.
-    """
-    logits: list[Any] = [None] * plan.num_layers
-    values: list[Any] = [None] * plan.num_layers
-    for name, weight in weights.items():
-        if found := _SINKS_ANYWHERE.fullmatch(name):
-            rows = logits if found[2] == "sinks" else values
-            rows[int(found[1])] = weight.tolist()
-    if plan.sinks != "constant" or not any(logits):
-        return plan
-    return replace(plan, sink_constants=SinkConstants(tuple(logits), tuple(values), trained=True))
 
 
 def from_dense(
@@ -202,13 +146,14 @@ def check_fit(shapes: Mapping[str, Sequence[int]], config: PodConfig, model: Pod
             expected[source] = weight.shape
     used = {stored for names in needed.values() for stored in names}
     missing = used - shapes.keys()
-    if any(_SINKS.fullmatch(one) for one in missing):
+    if any(SINK_NAME.fullmatch(one) for one in missing):
         raise ValueError(
             "sinks = 'constant' needs constants, which neither the plan nor the checkpoint has: measure them "
             "with `pod explore` or pod.calibrate_sinks(model, plan, texts), or use sinks = 'tokens' or 'none'"
         )
     surplus = {one for one in shapes.keys() - used if not one.startswith(OTHER_PARTS)}
-    unexpected = {one for one in surplus if not _SINKS.fullmatch(one)}  # layers with such sinks have none now
+    # layers whose heads kept windows may have no sinks now
+    unexpected = {one for one in surplus if not SINK_NAME.fullmatch(one)}
     empty = {one: torch.empty(shape, device="meta") for one, shape in shapes.items()}
     others = set()
     for source, names in needed.items():
@@ -497,6 +442,8 @@ def target_config(
             raise ValueError("layout = 'dense' shares nothing: leave the plan out, or use layout = 'pod'")
         plan = plan if isinstance(plan, SharingPlan) else SharingPlan.load(plan)
         changes |= plan_fields(plan)
+        if constants_stay(plan, source):
+            changes["sink_keys"] = source.sink_keys
     changes |= {name: tokens for name, tokens in windows.items() if tokens is not None}
     changes |= _sinks_of(source, changes, sinks, windows.get("num_sink_tokens"))
     if source.model_type != "pod":
@@ -572,9 +519,10 @@ def reordered(name: str, weight: Tensor, config: PodConfig, now: Order | None) -
 
     Query heads are rows of ``q_proj`` and columns of ``o_proj``. KV heads are rows of ``k_proj`` and
     ``v_proj``. Biases of q, k and v are rows too, and so are norms across heads. A norm of single heads is
-    shared by all heads and has no order. ``sinks`` are per query head, ``sink_values`` per KV head.
+    shared by all heads and has no order. ``sinks`` are per query head, ``sink_values`` and ``sink_keys`` per
+    KV head.
     """
-    found = _PROJECTION.fullmatch(name) or _SINKS.fullmatch(name)
+    found = _PROJECTION.fullmatch(name) or SINK_NAME.fullmatch(name)
     if found is None or (now is None and config.head_order is None):
         return weight
     if name.endswith("norm.weight") and not config.qk_norm_across_heads:
@@ -588,8 +536,8 @@ def reordered(name: str, weight: Tensor, config: PodConfig, now: Order | None) -
     place = {head: at for at, head in enumerate(old)}
     dim = 1 if found[2] is None else 0  # columns of o_proj, rows of everything else
     index = torch.tensor([place[head] for head in new], device=weight.device)
-    if found[2] in ("k", "v", "sink_values"):
+    if found[2] in ("k", "v", "sink_values", "sink_keys"):
         index = index[:: config.num_key_value_groups] // config.num_key_value_groups
-    if _SINKS.fullmatch(name):
+    if SINK_NAME.fullmatch(name):
         return weight.index_select(0, index)
     return weight.unflatten(dim, (-1, config.head_dim)).index_select(dim, index).flatten(dim, dim + 1)

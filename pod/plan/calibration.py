@@ -1,7 +1,9 @@
 """Constants that stand for the first tokens in heads that keep their windows.
 
-A constant sink is a logit per query head and a value per KV head. Both join the softmax of a window at every
-position, as in serving engines (``pod.modeling.model.sinks``). The constants are those of the least *misfit*:
+A constant sink is a logit per query head, and a value and a key per KV head. Logit and value join the softmax
+of a window at every position, as in serving engines. The key makes the logit depend on the query
+(``pod.modeling.model.sinks``): it is the mean key of first tokens, in the channels that hardly turn within a
+window (`first_keys`). Logits and values are those of the least *misfit*:
 ``‖W (o' - o)‖² / ‖x‖²``, the squared change of what the layer adds to the residual stream ``x``, relative
 to it. (What windows with these constants cost in nats is measured in ``costs.py``.) It is the sum of three
 parts:
@@ -22,7 +24,7 @@ they would count these twice. So calibration then searches for the constants of 
 """
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -36,6 +38,7 @@ from pod.modeling.model.sharing import SharingPlan
 from pod.modeling.model.sink_constants import SinkConstants
 from pod.modeling.model.sinks import Sink, add_sink
 from pod.plan.costs import NOT_FINITE
+from pod.plan.layer_constants import LayerConstants
 from pod.plan.recording import (
     AttentionInputs,
     logits_of,
@@ -50,6 +53,11 @@ FIRST_TOKENS = 4
 """First tokens of a text whose attention the constants replace at the start of the calibration."""
 NUM_QUERIES = 64
 """Queries with distant tokens that `calibrate_sinks` samples from each text, unless it is told otherwise."""
+ANGLE = 0.3
+"""Channels hardly turn if their angle changes by at most this, in radians, from end to end of a window.
+
+An angle of 0.03 gives misfits that are alike (Qwen2.5-Coder-0.5B, windows of 256 tokens).
+"""
 NUM_FIRST = 32
 """Most tokens of each sequence that stand for first tokens (`first_tokens`)."""
 STEPS = 60
@@ -147,8 +155,34 @@ class _Part(NamedTuple):
 
 
 @torch.no_grad()
+def first_keys(model: PodForCausalLM, sequences: Sequence[Tensor]) -> list[Tensor | None]:
+    """The key ``[H, d]`` of the constant sink of every planned layer, fp64; None = it has none.
+
+    It is the mean key of tokens that stand for first tokens (`first_tokens`), not rotated, and zero in
+    channels that turn by more than `ANGLE` within a window. Models with norms of keys have none: their keys
+    have no large biases, and engines would need code to subtract it behind the norm.
+
+    Args:
+        model: dense, with the ``num_recent_tokens`` of the windows.
+        sequences: ``[n]`` tokens each.
+    """
+    config = model.config
+    if config.qk_norm:
+        return [None] * len(planned_layers(config))
+    tokens = torch.cat([first_tokens(ids, config.bos_token_id) for ids in sequences]).to(model.device)
+    found: list[Tensor | None] = []
+    for inputs in record_batch(model, tokens[:, None]):
+        rope = inputs.rope
+        turns_little = rope.frequencies * (config.num_recent_tokens - 1) <= ANGLE
+        # at position 0 nothing is rotated, but everything is scaled
+        keys = inputs.k[:, :, 0].double().mean(0) / rope.attention_scaling
+        found.append(keys * turns_little.repeat(2))
+    return found
+
+
+@torch.no_grad()
 def window_queries(
-    model: PodForCausalLM, input_ids: Tensor, num_queries: int
+    model: PodForCausalLM, input_ids: Tensor, num_queries: int, keys: Sequence[Tensor | None] | None = None
 ) -> Iterator[tuple[WindowQueries, Sink]]:
     """Yield the sampled queries of every planned layer on one sequence, and constants to start a calibration.
 
@@ -157,6 +191,7 @@ def window_queries(
         input_ids: ``[1, n]``.
         num_queries: number of queries with distant tokens, at most ``n - num_recent_tokens``. As many early
             queries are added (at most ``num_recent_tokens - 1``), and the first tokens.
+        keys: the key of each planned layer's sink, see `first_keys`; None = sinks have none.
 
     Raises:
         ValueError: the model has a plan, or the sequence has fewer than num_queries positions with distant
@@ -173,9 +208,11 @@ def window_queries(
     weights = [torch.full((size,), weight / max(size, 1), dtype=torch.float64) for size, weight in kinds]
     firsts = record_batch(model, tokens[:, None])
     inputs = record_attention_inputs(model, input_ids)
-    for layer, own, first in zip(planned_layers(config), inputs, firsts, strict=True):
-        alone = _alone(first)
-        part, sink = _part_of(own, positions, window)
+    layers = planned_layers(config)
+    each = [None] * len(layers) if keys is None else keys
+    for layer, own, first, key in zip(layers, inputs, firsts, each, strict=True):
+        alone = _alone(first.relative_to(key))
+        part, sink = _part_of(own, own.relative_to(key), positions, window)
         joined = _Part(
             near=torch.cat([alone.near, part.near], dim=2),
             lse=torch.cat([alone.lse, part.lse], dim=2),
@@ -224,10 +261,15 @@ def _alone(inputs: AttentionInputs) -> _Part:
     return _Part(out, lse, out, residual)
 
 
-def _part_of(inputs: AttentionInputs, positions: Tensor, window: int) -> tuple[_Part, Sink]:
+def _part_of(
+    inputs: AttentionInputs, relative: AttentionInputs, positions: Tensor, window: int
+) -> tuple[_Part, Sink]:
     """The queries at these positions, and the `measured_sink` of those that have distant tokens.
 
     Args:
+        inputs: what attention to all tokens reads.
+        relative: what windows read: the same, with the sink's key subtracted from the keys.
+        positions: ``[q]``.
         window: tokens that a query sees in its window.
     """
     logits = _causal_logits(inputs, positions)  # [H, G, q, n]
@@ -235,6 +277,7 @@ def _part_of(inputs: AttentionInputs, positions: Tensor, window: int) -> tuple[_
     out = logits.softmax(-1) @ values
     residual = inputs.hidden_states[positions].to(logits.dtype).square().sum(-1)
     outside = positions[:, None] - torch.arange(logits.shape[-1], device=positions.device) >= window
+    logits = _causal_logits(relative, positions)
     near = logits.masked_fill(outside, float("-inf"))
     part = _Part(near.softmax(-1) @ values, near.logsumexp(-1), out, residual)
     distant = positions >= window
@@ -288,7 +331,7 @@ def fitted_sink(queries: WindowQueries, start: Sink) -> Sink:
     return found if better and all(bool(x.isfinite().all()) for x in found) else start
 
 
-def find_sinks(model: PodForCausalLM, sequences: Sequence[Tensor], num_queries: int) -> list[Sink]:
+def find_sinks(model: PodForCausalLM, sequences: Sequence[Tensor], num_queries: int) -> list[LayerConstants]:
     """The constants of every planned layer, as if all of its heads kept their windows; fp64 on the CPU.
 
     Args:
@@ -301,22 +344,23 @@ def find_sinks(model: PodForCausalLM, sequences: Sequence[Tensor], num_queries: 
     """
     layers: list[list[WindowQueries]] = [[] for _ in planned_layers(model.config)]
     starts: list[list[Sink]] = [[] for _ in layers]
+    keys = first_keys(model, sequences)
     for ids in sequences:
-        found = window_queries(model, ids.reshape(1, -1).to(model.device), num_queries)
+        found = window_queries(model, ids.reshape(1, -1).to(model.device), num_queries, keys)
         for queries, sinks, (one, sink) in zip(layers, starts, found, strict=True):
             # the factor is the layer's, and is held once
             queries.append(replace(one, factor=queries[0].factor) if queries else one)
             sinks.append(sink)
     calibrated = []
-    for queries, sinks in zip(layers, starts, strict=True):
+    for queries, sinks, key in zip(layers, starts, keys, strict=True):
         start = Sink(*(torch.stack(part).mean(0) for part in zip(*sinks, strict=True)))
-        if not all(bool(x.isfinite().all()) for x in start):
+        if not LayerConstants(*start, key).are_finite():
             raise ValueError(NOT_FINITE)
-        calibrated.append(Sink(*(x.cpu() for x in fitted_sink(WindowQueries.join(queries), start))))
+        calibrated.append(LayerConstants(*fitted_sink(WindowQueries.join(queries), start), key).cpu())
     return calibrated
 
 
-def with_constants(plan: SharingPlan, sinks: Sequence[Sink | None]) -> SharingPlan:
+def with_constants(plan: SharingPlan, sinks: Sequence[LayerConstants | None]) -> SharingPlan:
     """The plan with these constants in the layers that have heads with windows.
 
     Args:
@@ -326,24 +370,21 @@ def with_constants(plan: SharingPlan, sinks: Sequence[Sink | None]) -> SharingPl
     """
     logits: list[Any] = []
     values: list[Any] = []
+    keys: list[Any] = []
     for layer, (row, sink) in enumerate(zip(plan.lead, sinks, strict=True)):
         if None not in row or sink is None:
             logits.append(None)
             values.append(None)
+            keys.append(None)
             continue
         groups = len(sink.logits) // len(sink.values)
         order = list(range(len(sink.logits)) if plan.head_order is None else plan.head_order[layer])
         logits.append(sink.logits[order].tolist())
-        values.append(sink.values[[head // groups for head in order[::groups]]].tolist())
-    constants = SinkConstants(tuple(logits), tuple(values))
+        kv_order = [head // groups for head in order[::groups]]
+        values.append(sink.values[kv_order].tolist())
+        keys.append(None if sink.keys is None else sink.keys[kv_order].tolist())
+    constants = SinkConstants(tuple(logits), tuple(values), tuple(keys) if any(keys) else None)
     return replace(plan, sinks="constant", num_sink_tokens=0, sink_constants=constants)
-
-
-def measured_sinks(tensors: Mapping[str, Tensor]) -> list[Sink] | None:
-    """The constants of each layer among measured tensors (see `MeasuredCosts`); None = there are none."""
-    if "sink_logits" not in tensors:
-        return None
-    return [Sink(*pair) for pair in zip(tensors["sink_logits"], tensors["sink_values"], strict=True)]
 
 
 def calibrate_sinks(

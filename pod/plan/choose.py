@@ -24,7 +24,7 @@ from pod.modeling.model.sink_constants import SinkConstants
 from pod.modeling.token_scores import rows_in, token_scores, wide_logits
 from pod.plan.align_heads import align
 from pod.plan.args import ExploreArgs
-from pod.plan.calibration import measured_sinks, with_constants
+from pod.plan.calibration import with_constants
 from pod.plan.costs import total_costs
 from pod.plan.exploration import (
     Exploration,
@@ -35,6 +35,7 @@ from pod.plan.exploration import (
     packed_costs,
 )
 from pod.plan.gradients import LOGIT_BYTES
+from pod.plan.layer_constants import measured_constants
 from pod.plan.measured_costs import (
     MeasuredCosts,
     find_costs,
@@ -188,7 +189,7 @@ def _finished(
     plan = _made_for(of_all_heads(plan, costs.tensors["lead4"].shape[-1]), windows)
     if kv_order is not None:
         plan = replace(plan, head_order=head_order(plan, kv_order, costs.tensors["order"]))
-    sinks = measured_sinks(costs.tensors)
+    sinks = measured_constants(costs.tensors)
     return plan if sinks is None else with_constants(plan, sinks)
 
 
@@ -304,7 +305,8 @@ def in_all_layers(plan: SharingPlan) -> SharingPlan:
         order = spread(order, range(len(order[0])))
     constants = plan.sink_constants
     if constants is not None:
-        constants = SinkConstants(spread(constants.logits, None), spread(constants.values, None))
+        keys = None if constants.keys is None else spread(constants.keys, None)
+        constants = SinkConstants(spread(constants.logits, None), spread(constants.values, None), keys)
     lead = spread(lead, [None] * plan.num_key_value_heads)
     return replace(plan, lead=lead, bits=bits, head_order=order, sink_constants=constants)
 

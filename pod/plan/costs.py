@@ -47,10 +47,10 @@ from pod.modeling.model.attend import Visibility
 from pod.modeling.model.llama import PodForCausalLM
 from pod.modeling.model.packed import Packing
 from pod.modeling.model.sharing import GROUP_SIZE, RESIDUAL
-from pod.modeling.model.sinks import Sink
 from pod.plan.checks import check_array, check_costs, check_groups
 from pod.plan.divergence import NOT_FINITE, measure_under
 from pod.plan.gradients import Windows, gradient_of_draws, read_with_gradients
+from pod.plan.layer_constants import LayerConstants
 from pod.plan.needles import Prompt
 from pod.plan.recording import (
     AttentionInputs,
@@ -178,7 +178,10 @@ def window_costs(changes: Tensor) -> Tensor:
 
 @torch.no_grad()
 def measure_retrieval(
-    model: PodForCausalLM, prompt: Prompt, sinks: Sequence[Sink] | None = None, dense: Tensor | None = None
+    model: PodForCausalLM,
+    prompt: Prompt,
+    sinks: Sequence[LayerConstants] | None = None,
+    dense: Tensor | None = None,
 ) -> Tensor:
     """What windows cost on one prompt, in nats per token of its answers.
 
@@ -291,7 +294,7 @@ class TextWithGradients(NamedTuple):
         model: PodForCausalLM,
         input_ids: Tensor,
         num_queries: int,
-        sinks: Sequence[Sink] | None = None,
+        sinks: Sequence[LayerConstants] | None = None,
     ) -> "TextWithGradients":
         """Read one sequence ``[1, n]``.
 

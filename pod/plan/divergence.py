@@ -8,9 +8,9 @@ from torch import Tensor
 
 from pod.modeling.model.attend import Visibility
 from pod.modeling.model.llama import PodForCausalLM
-from pod.modeling.model.sinks import Sink
 from pod.modeling.token_scores import rows_in, wide_logits
 from pod.plan.gradients import LOGIT_BYTES, Windows, last_hidden, read_with_gradients, stream_under
+from pod.plan.layer_constants import LayerConstants
 from pod.plan.recording import last_stream
 
 NOT_FINITE = "the model gives NaN or infinite values on this text: try model.dtype=float32"
@@ -22,7 +22,7 @@ def measure_under(
     input_ids: Tensor,
     at: Tensor,
     share: float | Tensor,
-    sinks: Sequence[Sink] | None = None,
+    sinks: Sequence[LayerConstants] | None = None,
     with_slopes: bool = True,
     dense: Tensor | None = None,
 ) -> tuple[float, Tensor | None]:

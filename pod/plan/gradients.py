@@ -27,6 +27,7 @@ from pod.modeling.model.llama import PodForCausalLM
 from pod.modeling.model.sharing import Roles
 from pod.modeling.model.sinks import Sink
 from pod.modeling.token_scores import rows_in, wide_logits
+from pod.plan.layer_constants import LayerConstants
 from pod.plan.recording import AttentionInputs, ReadText, check_one, inputs_of, planned_layers, start, through
 
 LOGIT_BYTES = 1 << 28  # most bytes of logits in memory at a time
@@ -56,7 +57,7 @@ class Windows(NamedTuple):
     """
 
     window: Visibility
-    sinks: Sequence[Sink] | None = None
+    sinks: Sequence[LayerConstants] | None = None
     share: float | Tensor = 0.0
 
 
@@ -218,8 +219,12 @@ class _Reader(NamedTuple):
             out: ``o'`` of the heads that are closed, and ``o`` of the others.
         """
         closed = self.closed[place]
-        sink = None if self.windows.sinks is None else self.windows.sinks[place]
         inputs = inputs_of(layer, stream, self.context, self.device)
+        sink = None
+        if self.windows.sinks is not None:
+            constants = self.windows.sinks[place]
+            sink = constants.sink
+            inputs = inputs.relative_to(constants.keys)
         other = outputs_under(inputs, self.windows.window, (~closed).tolist(), sink).to(out.device)
         sign = torch.where(closed, -1.0, 1.0).repeat_interleave(out.shape[-1] // len(closed)).to(other)
         return (other.transpose(1, 2).reshape(out.shape) - out) * sign

@@ -31,7 +31,6 @@ from tqdm import tqdm
 from pod.files import atomic_write_bytes, keep_old
 from pod.identity import content_of
 from pod.modeling.model.llama import PodForCausalLM
-from pod.modeling.model.sinks import Sink
 from pod.modeling.retrieval_heads import RetrievalHeads
 from pod.plan.calibration import find_sinks
 from pod.plan.checks import check_array, check_groups
@@ -53,6 +52,7 @@ from pod.plan.exploration import (
     ROUND_SEQUENCES,
     Exploration,
 )
+from pod.plan.layer_constants import LayerConstants, stacked
 from pod.plan.needles import Prompt, needle_prompts
 from pod.plan.recording import planned_layers, record_attention_inputs, record_attention_rows
 from pod.plan.similarity import jensen_shannon_similarity
@@ -78,7 +78,8 @@ class MeasuredCosts:
             are those of `cost_shapes`, once measured on text and once, with RETRIEVAL behind their names, on
             prompts (windows) or repeated tokens (the others). Where heads may follow, ``order``
             ``[L, L, H, H, G]`` is there too, see `match_query_heads`. With constant sinks there are also
-            ``sink_logits`` ``[L, Hq]`` and ``sink_values`` ``[L, H, d]``.
+            ``sink_logits`` ``[L, Hq]``, ``sink_values`` ``[L, H, d]``, and ``sink_keys`` ``[L, H, d]`` where
+            sinks have keys.
         provenance: model, number of its KV heads, sources, windows, tokens n of a sequence, queries q, number
             N of sequences, seed and fingerprints. Where some layers were trained with windows, also
             ``layers``, the L layers that are measured, and ``num_layers``, the number of all layers.
@@ -137,7 +138,8 @@ def find_costs(exploration: Exploration, say: Say = print) -> MeasuredCosts:
     wanted: dict[str, Any] = {"retrieval_sequences": explore.retrieval_sequences, "unit": "nats per token"}
     wanted |= exploration.windows
     if not exploration.windows["num_sink_tokens"]:  # a measurement with stored first tokens names no sinks
-        wanted["sinks"] = exploration.sinks
+        # costs that were measured before constants had keys are measured again
+        wanted["sinks"] = "constant, with keys" if exploration.sinks == "constant" else exploration.sinks
     needed: list[str] = [*FOLLOWER_COSTS] if _may_follow(exploration) else []
     if explore.retrieval_sequences and _may_have_windows(exploration):
         needed.append("windows" + RETRIEVAL)
@@ -336,8 +338,7 @@ def _measure_costs(
     if exploration.sinks == "constant":
         some = sequences[:CALIBRATION_SEQUENCES]
         sinks = from_rank_0(lambda: find_sinks(model, some, queries))
-        tensors["sink_logits"] = torch.stack([sink.logits for sink in sinks])
-        tensors["sink_values"] = torch.stack([sink.values for sink in sinks])
+        tensors |= stacked(sinks)
     reader = _CostReader(exploration, model, sinks, sequences)
     if followers:
         few = [*sequences[:MATCHING_SEQUENCES], *repeated[:MATCHING_SEQUENCES]]
@@ -380,7 +381,7 @@ class _CostReader:
         self,
         exploration: Exploration,
         model: PodForCausalLM,
-        sinks: Sequence[Sink] | None,
+        sinks: Sequence[LayerConstants] | None,
         sequences: Sequence[Tensor],
     ):
         self.exploration, self.model, self.sinks = exploration, model, sinks

@@ -10,6 +10,7 @@ from pod.kernels.statistics import attention_rows
 from pod.modeling.model.config import PodConfig
 from pod.modeling.model.decoder_layer import ForwardContext
 from pod.modeling.model.llama import PodForCausalLM
+from pod.modeling.model.rope import Rope
 
 
 class AttentionInputs(NamedTuple):
@@ -20,12 +21,30 @@ class AttentionInputs(NamedTuple):
         q: ``[Hq, n, d]``, rotated queries.
         k: ``[H, n, d]``, rotated keys.
         v: ``[H, n, d]``, values.
+        rope: the rotation at the positions of the sequence.
     """
 
     hidden_states: Tensor
     q: Tensor
     k: Tensor
     v: Tensor
+    rope: Rope
+
+    def first(self) -> "AttentionInputs":
+        """The first sequence of a batch."""
+        return AttentionInputs(self.hidden_states[0], self.q[0], self.k[0], self.v[0], self.rope)
+
+    def relative_to(self, keys: Tensor | None) -> "AttentionInputs":
+        """The same, with keys relative to the key ``[H, d]`` of a sink; None = as they are.
+
+        It is subtracted before rotation, see ``pod.modeling.model.sinks``.
+        """
+        if keys is None:
+            return self
+        wide = torch.promote_types(self.k.dtype, torch.float32)
+        n = self.k.shape[-2]
+        turned = self.rope(keys.to(self.k.device, wide)[None, :, None].expand(-1, -1, n, -1))
+        return self._replace(k=self.k.to(wide) - turned[0])
 
 
 def planned_layers(config: PodConfig) -> list[int]:
@@ -48,7 +67,7 @@ def record_attention_inputs(model: PodForCausalLM, input_ids: Tensor) -> Iterato
     """
     check_one(input_ids)
     for inputs in record_batch(model, input_ids):
-        yield AttentionInputs(*(one[0] for one in inputs))
+        yield inputs.first()
 
 
 @torch.no_grad()
@@ -88,8 +107,7 @@ class ReadText(NamedTuple):
     @torch.no_grad()
     def inputs_of(self, model: PodForCausalLM, layer: int) -> AttentionInputs:
         """What the attention of a layer reads."""
-        found = inputs_of(model.model.layers[layer], self.streams[layer], self.context, self.device)
-        return AttentionInputs(*(one[0] for one in found))
+        return inputs_of(model.model.layers[layer], self.streams[layer], self.context, self.device).first()
 
 
 @torch.no_grad()
@@ -130,7 +148,7 @@ def inputs_of(layer: Any, hidden_states: Tensor, context: ForwardContext, device
     own = hidden_states.to(attention.o_proj.weight.device)  # layers may lie on several devices
     q, k, v = attention._project(layer.attention_input(own))
     rope = context.ropes[attention.layer_idx]
-    return AttentionInputs(own.to(device), rope(q.to(device)), rope(k.to(device)), v.to(device))
+    return AttentionInputs(own.to(device), rope(q.to(device)), rope(k.to(device)), v.to(device), rope)
 
 
 def through(layer: Any, hidden_states: Tensor, context: ForwardContext) -> Tensor:

@@ -34,10 +34,10 @@ from torch import Tensor
 
 from pod.modeling.model.llama import PodForCausalLM
 from pod.modeling.model.sharing import SharingPlan
-from pod.plan.calibration import measured_sinks
 from pod.plan.costs import MAX_COST, total_costs
 from pod.plan.divergence import measure_under
 from pod.plan.exploration import ROUND_SEQUENCES, Exploration, at_granularity
+from pod.plan.layer_constants import TENSORS, measured_constants
 from pod.plan.measured_costs import MeasuredCosts, measure_mean, needle_prompts_of
 from pod.plan.needles import Prompt
 from pod.plan.solve import Floats
@@ -192,7 +192,7 @@ class _Bench:
         lead4: Floats | None = None,
     ):
         self.exploration, self.costs, self.kv_order, self.lead4 = exploration, costs, kv_order, lead4
-        self.sinks = measured_sinks(costs.tensors)
+        self.sinks = measured_constants(costs.tensors)
 
     @cached_property
     def model(self) -> PodForCausalLM:
@@ -235,7 +235,7 @@ class _Bench:
     def _path(self, windows: Bools, with_slopes: bool) -> Path:
         """The file of what is measured of these windows: another one for another model, text or sinks."""
         explore = self.exploration.explore
-        names = [name for name in ("sink_logits", "sink_values") if name in self.costs.tensors]
+        names = [name for name in TENSORS if name in self.costs.tensors]
         made = sha256_of(
             [
                 self.costs.provenance,

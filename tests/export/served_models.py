@@ -47,7 +47,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "smollm3": {"no_rope_layers": [1, 0, 1, 1]},
     "sinks": {"sinks": "constant"},
-    "sinks of qwen2": {"sinks": "constant", "attention_qkv_bias": True},
+    "sinks with keys": {"sinks": "constant", "sink_keys": True},
+    "sinks of qwen2": {"sinks": "constant", "sink_keys": True, "attention_qkv_bias": True},
     "sinks of qwen3": {"sinks": "constant", "qk_norm": True},
     "sinks, o_bias": {"sinks": "constant", "attention_qkv_bias": True, "attention_out_bias": True},
     "sinks, llama3": {
@@ -82,7 +83,7 @@ def make_model(**changes: Any) -> pod.PodForCausalLM:
     torch.manual_seed(0)
     model = pod.PodForCausalLM(pod.PodConfig(**(SIZES | changes))).eval()
     for name, parameter in model.named_parameters():
-        if name.endswith(("bias", "sink_values")):
+        if name.endswith(("bias", "sink_values", "sink_keys")):
             torch.nn.init.normal_(parameter, std=0.5)
         elif name.endswith("sinks"):
             torch.nn.init.normal_(parameter, mean=2.0, std=1.0)

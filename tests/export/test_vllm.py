@@ -94,11 +94,12 @@ def smollm2(sinks):
 
 
 def some_constants(lead):
-    """Random logits and values of SmolLM2's layers with windows."""
+    """Random logits, values and keys of SmolLM2's layers with windows."""
     rows = range(len(lead))
     logits = [torch.randn(9).add(3).tolist() if lead[layer][0] is None else None for layer in rows]
     values = [torch.randn(3, 64).mul(0.1).tolist() if lead[layer][0] is None else None for layer in rows]
-    return SinkConstants(logits, values)
+    keys = [torch.randn(3, 64).mul(0.3).tolist() if lead[layer][0] is None else None for layer in rows]
+    return SinkConstants(logits, values, keys)
 
 
 @pytest.fixture(scope="module")

@@ -351,9 +351,9 @@ def constants() -> Iterator[dict]:
     torch.manual_seed(1)
     has_windows = [None in row for row in LEAD]
     logits = tuple(tuple(torch.randn(6).tolist()) if has else None for has in has_windows)
-    values = tuple(torch.randn(2, 8).tolist() if has else None for has in has_windows)
+    values, keys = (tuple(torch.randn(2, 8).tolist() if has else None for has in has_windows) for _ in "vk")
     windows = {"num_sink_tokens": 0, "num_recent_tokens": 11}
-    sinks = {"sinks": "constant", "sink_constants": SinkConstants(logits, values)}
+    sinks = {"sinks": "constant", "sink_constants": SinkConstants(logits, values, keys)}
     plan = pod.SharingPlan(LEAD, **sinks, **windows)  # type: ignore[arg-type]
     model = pod.load_model(make_stock("llama"), plan=plan)
     spread = on_both(model)

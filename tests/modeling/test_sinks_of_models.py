@@ -13,20 +13,22 @@ from conftest import LEAD, make_stock, naive_logits, random_ids
 import pod
 from pod.modeling.model.sharing import SharingPlan
 from pod.modeling.model.sink_constants import SinkConstants
+from pod.modeling.model.sinks import PARAMETERS
 
 WINDOW = 11
 
 
 def constants_for(stock, lead=LEAD, seed=3):
-    """Sinks about as heavy as a window, and values unlike any token's."""
+    """Sinks about as heavy as a window, with values and keys unlike any token's."""
     config, generator = stock.config, torch.Generator().manual_seed(seed)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    shapes = (config.num_attention_heads,), (config.num_key_value_heads, head_dim)
+    key_value = config.num_key_value_heads, head_dim
+    shapes = (config.num_attention_heads,), key_value, key_value
     rows = [[torch.randn(shape, generator=generator) for shape in shapes] for _ in lead]
     has = [None in row for row in lead]
     return SinkConstants(
         [(2 + 2 * own[0]).tolist() if one else None for one, own in zip(has, rows, strict=True)],
-        [own[1].tolist() if one else None for one, own in zip(has, rows, strict=True)],
+        *([own[x].tolist() if one else None for one, own in zip(has, rows, strict=True)] for x in (1, 2)),
     )
 
 
@@ -65,16 +67,18 @@ def naive_attention(plan):
         n, (groups, d) = q.shape[1], (q.shape[0] // k.shape[0], q.shape[2])
         positions = torch.arange(n)
         distance = positions[:, None] - positions
-        q, k, out = turn(q, positions), turn(k, positions), []
+        raw, q, k, out = k, turn(q, positions), turn(k, positions), []
         for head, own in enumerate(q):
             kv = head // groups
             table = own @ k[kv].T / math.sqrt(d)
-            owner, values = plan.lead[layer][kv], v[kv]
+            owner, values, constants = plan.lead[layer][kv], v[kv], plan.sink_constants
+            if owner is None and constants.keys is not None:
+                key = torch.tensor(constants.keys[layer][kv], dtype=values.dtype)
+                table = own @ turn((raw[kv] - key)[None], positions)[0].T / math.sqrt(d)
             if owner == layer:
                 left[layer, head] = table
             near = torch.where(distance < WINDOW, table, float("-inf"))
             if owner is None:
-                constants = plan.sink_constants
                 column = torch.full((n, 1), constants.logits[layer][head], dtype=table.dtype)
                 table = torch.cat((near.masked_fill(distance < 0, float("-inf")), column), 1)
                 u = torch.tensor(constants.values[layer][kv], dtype=values.dtype)
@@ -113,6 +117,42 @@ def test_constants_of_another_model_are_refused(stock):
         ValueError, match="the plan's constants in layer . are for .* KV heads of .* numbers, the"
     ):
         pod.load_model(stock, plan_for(stock, sink_constants=wider))
+
+
+def test_sinks_without_keys(stock, plan):
+    """Plans that were made before sinks had keys, and their checkpoints, stay as they are."""
+    constants = dataclasses.replace(plan.sink_constants, keys=None)
+    old = dataclasses.replace(plan, sink_constants=constants)
+    model, ids = pod.load_model(stock, plan=old), random_ids(1, 60)
+    assert not any(name.endswith("sink_keys") for name, _ in model.named_parameters())
+    logits = model(ids, use_cache=False).logits
+    torch.testing.assert_close(logits[0], naive(model, old, ids[0]), rtol=0, atol=1e-9)
+    # the constants of a checkpoint stay, with keys or without
+    for own, other in ((old, plan), (plan, old)):
+        trained = pod.load_model(stock, plan=own)
+        with pytest.warns(UserWarning, match="its own constants stay"):
+            again = pod.load_model(trained, plan=other)
+        assert torch.equal(again(ids, use_cache=False).logits, trained(ids, use_cache=False).logits)
+
+
+def test_without_rotation_keys_change_nothing_but_the_sink():
+    """All keys of a window move by the same vector: its softmax stays, where the sink has no weight."""
+    lead = [[None, None]] * 2
+    sizes = {"hidden_size": 24, "intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = pod.PodConfig(
+        vocab_size=128, num_hidden_layers=2, lead=lead, sinks="constant", sink_keys=True,
+        num_recent_tokens=WINDOW, no_rope_layers=[0, 0], initializer_range=0.2, **sizes,
+    )  # fmt: skip
+    model, ids = pod.PodForCausalLM(config).double().eval(), random_ids(1, 40)
+
+    def logits(weight, with_keys):
+        for layer in model.model.layers:
+            layer.self_attn.sinks.data.fill_(weight)
+            layer.self_attn.sink_keys.data.normal_(std=3.0 if with_keys else 0.0)
+        return model(ids, use_cache=False).logits
+
+    torch.testing.assert_close(logits(-1e3, True), logits(-1e3, False), rtol=0, atol=1e-9)
+    assert (logits(1.0, True) - logits(1.0, False)).abs().max() > 1e-3
 
 
 def test_constants_matter(stock, model, plan):
@@ -197,7 +237,7 @@ def test_gradients_of_the_parameters(stock, plan):
         grads = {name: p.grad.clone() for name, p in model.named_parameters() if "sink" in name}
         found[backend, recomputes] = grads
     truth = found.pop(("reference", False))
-    assert len(truth) == 2 * sum(None in row for row in LEAD)
+    assert len(truth) == 3 * sum(None in row for row in LEAD)
     for grads in found.values():
         for name, grad in truth.items():
             torch.testing.assert_close(grads[name], grad, rtol=1e-7, atol=1e-12)
@@ -207,14 +247,17 @@ def test_gradients_of_the_parameters(stock, plan):
         for head, owner in enumerate(row):
             logits = truth[f"model.layers.{layer}.self_attn.sinks"].view(2, 3)[head]
             values = truth[f"model.layers.{layer}.self_attn.sink_values"][head]
-            assert bool(logits.abs().min() > 0) == bool(values.abs().min() > 0) == (owner is None)
+            keys = truth[f"model.layers.{layer}.self_attn.sink_keys"][head]
+            found = [bool(one.abs().min() > 0) for one in (logits, values, keys)]
+            assert found == [owner is None] * 3
 
 
 def test_gradients_against_differences(stock, plan):
     model, ids = pod.load_model(stock, plan=plan, attention_backend="flash"), random_ids(1, 40)
     attention, step = model.model.layers[2].self_attn, 1e-5
     model(ids, labels=ids, use_cache=False).loss.backward()
-    for parameter, place in ((attention.sinks, 1), (attention.sink_values, (0, 5))):
+    places = (attention.sinks, 1), (attention.sink_values, (0, 5)), (attention.sink_keys, (0, 2))
+    for parameter, place in places:
         losses = []
         for sign in (1, -1):
             with torch.no_grad():
@@ -248,7 +291,7 @@ def test_an_export_needs_transformers_only(model, tmp_path):
 def test_parameters_are_of_layers_with_windows_only(model):
     names = {name for name, _ in model.named_parameters() if "sink" in name}
     layers = [layer for layer, row in enumerate(LEAD) if None in row]
-    assert names == {f"model.layers.{i}.self_attn.{x}" for i in layers for x in ("sinks", "sink_values")}
+    assert names == {f"model.layers.{i}.{x}" for i in layers for x in PARAMETERS}
 
 
 def test_layers_that_were_trained_with_windows_have_none():
@@ -258,12 +301,12 @@ def test_layers_that_were_trained_with_windows_have_none():
     constants = constants_for(stock, lead)
     rows = [
         [None if layer in (2, 4) else row for layer, row in enumerate(x)]
-        for x in (constants.logits, constants.values)
+        for x in (constants.logits, constants.values, constants.keys)
     ]
     plan = plan_for(stock, lead, sink_constants=SinkConstants(*rows))
     model, ids = pod.load_model(stock, plan=plan), random_ids(1, 40)
     names = {name for name, _ in model.named_parameters() if "sink" in name}
-    assert names == {f"model.layers.{i}.self_attn.{x}" for i in (0, 3) for x in ("sinks", "sink_values")}
+    assert names == {f"model.layers.{i}.{x}" for i in (0, 3) for x in PARAMETERS}
     logits, cache = model(ids, use_cache=False).logits, pod.make_cache(model, "pod")
     parts = [model(part, past_key_values=cache).logits for part in (ids[:, :30], *ids[:, 30:].split(1, 1))]
     torch.testing.assert_close(torch.cat(parts, 1), logits, rtol=0, atol=1e-10)
@@ -308,7 +351,7 @@ def test_heads_move_with_their_sinks(stock):
     original = plan_for(stock, [[0, None]] * len(LEAD), sink_constants=constants)
     moved = SinkConstants(
         [[row[head] for head in order[0]] for row in constants.logits],
-        [[row[1], row[0]] for row in constants.values],
+        *([[row[1], row[0]] for row in rows] for rows in (constants.values, constants.keys)),
     )
     new = plan_for(stock, swapped, sink_constants=moved, head_order=order)
     truth = pod.load_model(stock, plan=original)
@@ -348,9 +391,14 @@ def test_plan_files(plan, tmp_path):
             "logits or values only",
         ),
         ({"lead": [[0, 0]] * 5}, "of layer 0, in which no head keeps its window: give null there"),
+        ({"keys": [None] * 4}, "have 5 layers, sink_keys 4"),
+        ({"keys": [None] * 5}, "of layer 0 have other shapes than sink_keys"),
+        ({"keys": [[[math.nan] * 8] * 2 if None in row else None for row in LEAD]}, "not all finite"),
     ],
 )
 def test_plans_that_contradict_themselves(stock, plan, changes, message):
+    if "keys" in changes:
+        changes = {"sink_constants": dataclasses.replace(plan.sink_constants, **changes)}
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(plan, **changes)
 

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 import pod
-from pod.modeling.model.sinks import Sink
+from pod.plan.layer_constants import LayerConstants
 
 SINKS, RECENT = 2, 5
 
@@ -68,13 +68,14 @@ def log_probabilities(model, input_ids, shares, sinks=None):
 
         def mix(module, inputs, number=number, layer=layer):
             q, k, v = layer.self_attn._project(given[number])
-            q, k = ropes[number](q)[0], ropes[number](k)[0]
+            relative = k if sinks is None else k - sinks[number].keys[:, None]
+            q, k, relative = (ropes[number](one)[0] for one in (q, k, relative))
             outs = []
             for head in range(config.num_attention_heads):
                 own = head // groups
                 logits = q[head] @ k[own].T / d**0.5
                 full = logits.masked_fill(~causal, float("-inf")).softmax(-1) @ v[0, own]
-                seen = logits.masked_fill(~near, float("-inf"))
+                seen = (q[head] @ relative[own].T / d**0.5).masked_fill(~near, float("-inf"))
                 values = v[0, own]
                 if sinks is not None:
                     seen = torch.cat([seen, sinks[number].logits[head].expand(n, 1)], dim=1)
@@ -95,5 +96,6 @@ def log_probabilities(model, input_ids, shares, sinks=None):
 
 def sinks_at_random(query_heads, kv_heads, generator):
     """Constants of four layers."""
-    shapes = (query_heads,), (kv_heads, 8)
-    return [Sink(*(torch.randn(shape, generator=generator).double() for shape in shapes)) for _ in range(4)]
+    shapes = (query_heads,), (kv_heads, 8), (kv_heads, 8)
+    rows = [[torch.randn(shape, generator=generator).double() for shape in shapes] for _ in range(4)]
+    return [LayerConstants(*row) for row in rows]

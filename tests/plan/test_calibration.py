@@ -25,6 +25,7 @@ from pod.plan.calibration import (
 from pod.plan.choose import in_all_layers
 from pod.plan.costs import TextWithGradients, measure_costs
 from pod.plan.exploration import Exploration
+from pod.plan.layer_constants import LayerConstants
 from pod.plan.recording import record_attention_inputs, sample_queries
 from pod.recipe import load_recipe
 
@@ -40,8 +41,9 @@ def random_sinks(model, seed=0):
     """Constants about as heavy as a window."""
     config, generator = model.config, torch.Generator().manual_seed(seed)
     shapes = (config.num_attention_heads,), (config.num_key_value_heads, config.head_dim)
+    shapes = *shapes, shapes[1]
     rows = [[torch.randn(shape, generator=generator).double() for shape in shapes] for _ in range(4)]
-    return [Sink(1 + logits, values) for logits, values in rows]
+    return [LayerConstants(1 + logits, values, keys) for logits, values, keys in rows]
 
 
 class Naive:
@@ -52,9 +54,20 @@ class Naive:
         self.inputs = list(record_attention_inputs(model, input_ids))
         self.groups = model.config.num_key_value_groups
 
-    def logits(self, layer, query_head):
+    def turned(self, key):
+        """A vector ``[d]`` at every position ``[n, d]``: channels c and c + d / 2 as a complex number."""
+        half = len(key) // 2
+        frequencies = 1 / 10000.0 ** (torch.arange(half) / half)  # fp32, as models have them
+        angles = torch.arange(self.n)[:, None] * frequencies.double()
+        pairs = torch.complex(key[:half], key[half:]) * torch.polar(torch.ones_like(angles), angles)
+        return torch.cat([pairs.real, pairs.imag], dim=1)
+
+    def logits(self, layer, query_head, key=None):
+        """``[n, n]``; ``key`` ``[d]`` is subtracted from the keys before rotation."""
         inputs = self.inputs[layer]
         keys = inputs.k[query_head // self.groups]
+        if key is not None:
+            keys = keys - self.turned(key)
         raw = inputs.q[query_head] @ keys.T / keys.shape[-1] ** 0.5
         return raw.masked_fill(torch.ones(self.n, self.n).triu(1).bool(), float("-inf"))
 
@@ -62,9 +75,9 @@ class Naive:
         """Output ``[n, d]`` of the window and one more column, at every position."""
         position = torch.arange(self.n)
         outside = position[:, None] - position >= self.model.config.num_recent_tokens
-        seen = self.logits(layer, query_head).masked_fill(outside, float("-inf"))
-        table = torch.cat([seen, sink.logits[query_head].expand(self.n, 1)], dim=1)
         head = query_head // self.groups
+        seen = self.logits(layer, query_head, sink.keys[head]).masked_fill(outside, float("-inf"))
+        table = torch.cat([seen, sink.logits[query_head].expand(self.n, 1)], dim=1)
         return table.softmax(-1) @ torch.cat([self.inputs[layer].v[head], sink.values[head][None]])
 
     def change(self, layer, head, sink):
@@ -93,16 +106,19 @@ class Naive:
         return (change * decoder.residual_multiplier).square().sum(-1) / own.hidden_states.square().sum(-1)
 
 
+@pytest.mark.parametrize("with_keys", [False, True])
 @pytest.mark.parametrize("heads", HEADS)
 @torch.no_grad()
-def test_the_start_is_what_distant_queries_read_from_the_first_four_tokens(heads):
+def test_the_start_is_what_distant_queries_read_from_the_first_four_tokens(heads, with_keys):
     model, ids = make_model(*heads, sinks=0, recent=RECENT), ids_of()
     naive = Naive(model, ids)
     positions = sample_queries(TOKENS, 9, 0, RECENT).positions
     assert positions.min() >= RECENT
     groups = heads[0] // heads[1]
-    for layer, (_, sink) in enumerate(window_queries(model, ids, 9)):
-        first = [naive.logits(layer, head)[positions, :4] for head in range(heads[0])]
+    keys = [sink.keys if with_keys else None for sink in random_sinks(model)]
+    for layer, (_, sink) in enumerate(window_queries(model, ids, 9, keys)):
+        own = [None] * heads[1] if keys[layer] is None else keys[layer]
+        first = [naive.logits(layer, head, own[head // groups])[positions, :4] for head in range(heads[0])]
         for head, logits in enumerate(first):
             assert sink.logits[head].item() == pytest.approx(logits.logsumexp(-1).mean().item(), rel=1e-9)
         for head in range(heads[1]):
@@ -129,7 +145,9 @@ def test_misfits_equal_their_definition_at_distant_and_at_early_queries(heads, r
     sinks = random_sinks(model)
     found = [
         own.misfits(sink).sum(1)
-        for (own, _), sink in zip(window_queries(model, ids, queries), sinks, strict=True)
+        for (own, _), sink in zip(
+            window_queries(model, ids, queries, [sink.keys for sink in sinks]), sinks, strict=True
+        )
     ]
     naive = Naive(model, ids)
     alone = [Naive(model, ids[:, index * TOKENS // 32][None]) for index in range(32)]
@@ -169,7 +187,7 @@ def test_costs_count_the_sink_at_every_position(heads):
 @torch.no_grad()
 def test_a_sink_of_no_weight_costs_what_a_window_without_one_costs():
     model, ids = make_model(6, 2, sinks=0, recent=RECENT), ids_of()
-    nothing = [Sink(torch.full((6,), -1e4).double(), sink.values) for sink in random_sinks(model)]
+    nothing = [LayerConstants(torch.full((6,), -1e4).double(), sink.values) for sink in random_sinks(model)]
     found = measure_costs(model, TextWithGradients.of(model, ids, 9, nothing), None)
     torch.testing.assert_close(
         found["windows"], measure_costs(model, TextWithGradients.of(model, ids, 9), None)["windows"]
@@ -192,15 +210,16 @@ def test_fitted_constants_fit_better_than_measured_ones():
     model = make_model(6, 2, sinks=0, recent=RECENT)
     texts = [ids_of(80, seed)[0] for seed in range(3)]
     fitted = find_sinks(model, texts, 20)
+    keys = [sink.keys for sink in fitted]
     measured = []
-    for layer in zip(*(window_queries(model, ids[None], 20) for ids in texts), strict=True):
+    for layer in zip(*(window_queries(model, ids[None], 20, keys) for ids in texts), strict=True):
         parts = zip(*(sink for _, sink in layer), strict=True)
         measured.append(Sink(*(torch.stack(part).mean(0) for part in parts)))
     sums = []
     for sinks in (fitted, measured):
         costs = [
             torch.stack([own.misfits(sink).sum() for (own, _), sink in zip(layers, sinks, strict=True)])
-            for layers in (window_queries(model, ids[None], 20) for ids in texts)
+            for layers in (window_queries(model, ids[None], 20, keys) for ids in texts)
         ]
         sums.append(sum(costs))
     assert (sums[0] < 0.9 * sums[1]).all()
@@ -221,8 +240,9 @@ def test_a_sink_that_hurts_first_tokens_costs_more():
     for number, layer in enumerate(model.model.layers):
         layer.self_attn.o_proj.weight.data *= 0.3 if number == 1 else 1.0
     values = torch.full((2, 8), 4.0)
-    light = Sink(torch.full((6,), -30.0), values)
-    sinks = [Sink(torch.full((6,), 1.0), values) if layer == 1 else light for layer in range(4)]
+    light = LayerConstants(torch.full((6,), -30.0), values)
+    heavy = LayerConstants(torch.full((6,), 1.0), values)
+    sinks = [heavy if layer == 1 else light for layer in range(4)]
     own, none = (
         measure_costs(model, TextWithGradients.of(model, ids, 32, one), None)["windows"]
         for one in (sinks, [light] * 4)
@@ -247,7 +267,7 @@ def test_constants_stand_in_the_plans_order_of_heads():
     without = pod.load_model(model, plan=plain)(ids).logits
     assert (without - logits[0]).abs().max() > 1e-3
     constants = with_constants(moved, sinks).sink_constants
-    assert constants.logits[2] is None and constants.values[2] is None
+    assert constants.logits[2] is constants.values[2] is constants.keys[2] is None
     assert constants.logits[0] == tuple(sinks[0].logits[list(swap)].tolist())
     assert constants.values[0] == tuple(map(tuple, sinks[0].values[[1, 0]].tolist()))
 
@@ -330,12 +350,13 @@ def test_calibrate_sinks_takes_every_id_of_the_vocabulary_and_no_other():
 
 
 def test_constants_of_measured_layers_become_those_of_the_whole_model():
-    sinks = [Sink(torch.ones(4), torch.ones(2, 8))] * 2
+    sinks = [LayerConstants(torch.ones(4), torch.ones(2, 8), torch.ones(2, 8))] * 2
     plan = SharingPlan(
         ((None, 0), (1, 1)), {"layers": [1, 3], "num_layers": 4}, num_sink_tokens=0, num_recent_tokens=RECENT
     )
     whole = in_all_layers(with_constants(plan, sinks))
     assert [row is None for row in whole.sink_constants.logits] == [True, False, True, True]
+    assert [row is None for row in whole.sink_constants.keys] == [True, False, True, True]
     assert whole.sinks == "constant"
 
 

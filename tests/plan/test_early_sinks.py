@@ -14,12 +14,12 @@ import pytest
 import torch
 
 import pod
-from pod.modeling.model.sinks import Sink
 from pod.models import resolve_model
 from pod.plan.args import ExploreArgs
 from pod.plan.calibration import find_sinks, window_queries, with_constants
 from pod.plan.choose import choose
 from pod.plan.costs import TextWithGradients, measure_costs
+from pod.plan.layer_constants import LayerConstants, stacked
 from pod.plan.measured_costs import MeasuredCosts
 
 pytestmark = pytest.mark.slow
@@ -65,7 +65,7 @@ def careless(model, texts):
     for layer in zip(*(window_queries(model, ids[None], QUERIES) for ids in texts), strict=True):
         logits = torch.stack([sink.logits for _, sink in layer]).mean(0)
         values = torch.stack([sink.values for _, sink in layer]).mean(0)
-        constants.append(Sink(logits, values))
+        constants.append(LayerConstants(logits, values))
         distant = [queries.misfits(constants[-1]).sum(0)[-QUERIES:] for queries, _ in layer]
         misfits.append(torch.stack(distant).sum())
     return constants, torch.stack(misfits).argsort()[:20].tolist()
@@ -104,8 +104,7 @@ def planned(model, texts, constants):
         for ids in texts
     ]
     tensors = {name: torch.stack([costs[name] for costs in measured]).mean(0) for name in measured[0]}
-    tensors["sink_logits"] = torch.stack([sink.logits for sink in constants])
-    tensors["sink_values"] = torch.stack([sink.values for sink in constants])
+    tensors |= stacked(constants)
     explore = ExploreArgs(
         target="vllm",
         granularity="layer",

@@ -12,6 +12,7 @@ from pod.export import export_adapter
 from pod.export import folder as export_folder
 from pod.modeling.model.sharing import SharingPlan
 from pod.modeling.model.sink_constants import SinkConstants
+from pod.modeling.model.sinks import PARAMETERS
 from pod.models import ModelArgs
 from pod.training.args import TrainArgs
 from pod.training.checkpoint import checkpoint_files
@@ -24,7 +25,7 @@ from pod.training.run.start_model import hollow_start_model, load_start_model, m
 
 LEAD = [[0, None], [0, 1], [None, None]]
 IDS = torch.arange(60).reshape(2, 30) % 37
-SINK_NAMES = {f"model.layers.{i}.self_attn.{x}" for i in (0, 2) for x in ("sinks", "sink_values")}
+SINK_NAMES = {f"model.layers.{i}.{x}" for i in (0, 2) for x in PARAMETERS}
 SETTINGS = lora_settings(TrainArgs(method="lora", lora_rank=3))
 
 
@@ -40,10 +41,10 @@ def make_stock():
 
 def make_plan():
     generator = torch.Generator().manual_seed(1)
-    logits, values = torch.randn(3, 4, generator=generator), torch.randn(3, 2, 6, generator=generator)
-    constants = SinkConstants(
-        (logits[0].tolist(), None, logits[2].tolist()), (values[0].tolist(), None, values[2].tolist())
-    )
+    logits = torch.randn(3, 4, generator=generator)
+    values, keys = torch.randn(2, 3, 2, 6, generator=generator)
+    tables = ((one[0].tolist(), None, one[2].tolist()) for one in (logits, values, keys))
+    constants = SinkConstants(*tables)
     fields = {"num_sink_tokens": 0, "num_recent_tokens": 4, "sinks": "constant", "sink_constants": constants}
     return SharingPlan(LEAD, **fields)
 
@@ -131,10 +132,10 @@ def test_estimates_count_the_constants_and_no_slot(start, method):
     model = pod.load_model(start, plan=make_plan())
     shapes, args = Shapes.from_config(model.config), TrainArgs(method=method, lora_rank=3)
     assert shapes.parameters == sum(one.numel() for one in model.parameters())
-    assert shapes.windows == (0, 4) and shapes.sink_parameters == 2 * (4 + 2 * 6)
+    assert shapes.windows == (0, 4) and shapes.sink_parameters == 2 * (4 + 2 * 12)
     without = Shapes.from_config(pod.load_model(start, plan=pod.SharingPlan(LEAD)).config)
     small = 100_000
-    assert shapes.persistent_parameters(small) - without.persistent_parameters(small) == 2 * (4 + 12)
+    assert shapes.persistent_parameters(small) - without.persistent_parameters(small) == 2 * (4 + 24)
     trained = add_lora(model, SETTINGS) if method == "lora" else model
     counted = sum(one.numel() for one in trained.parameters() if one.requires_grad)
     assert shapes.trained_parameters(args) == counted

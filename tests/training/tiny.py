@@ -33,13 +33,16 @@ def plan_rows(heads: int = 3) -> list[list[int | None]]:
 
 
 def draw_constants(model) -> None:
-    """Random constant sinks, where the model has some: about as heavy as a window, with values so large that
-    the gradients of logits
-    are no small differences."""
+    """Random constant sinks, where the model has some: about as heavy as a window.
+
+    Values are so large that the gradients of logits are no small differences.
+    """
+    from pod.modeling.model.sinks import is_constant
+
     generator = torch.Generator().manual_seed(17)
     for name, parameter in model.named_parameters():
-        factor = 0.5 if name.endswith("self_attn.sinks") else 4.0
-        if name.endswith(("self_attn.sinks", "self_attn.sink_values")):
+        factor = 4.0 if name.endswith("sink_values") else 0.5
+        if is_constant(name):
             parameter.data = factor * torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
 
 
@@ -75,6 +78,7 @@ def make_model(
         num_sink_tokens=2 if sinks == "tokens" else 0,
         num_recent_tokens=5,
         sinks=sinks,
+        sink_keys=sinks == "constant",
         lead=plan_rows(heads[1]) if plan is True else plan or None,
         attention_backend="auto",
     )

@@ -27,7 +27,7 @@ def make_model(layout, heads):
     torch.manual_seed(0)
     fields = {"layout": layout}
     if layout in ("roles", "sinks"):
-        kind = {"num_sink_tokens": 2} if layout == "roles" else {"sinks": "constant"}
+        kind = {"num_sink_tokens": 2} if layout == "roles" else {"sinks": "constant", "sink_keys": True}
         fields = {"lead": rows_of(heads[1]), **kind}
     config = pod.PodConfig(
         vocab_size=61,

@@ -68,6 +68,7 @@ class PodConfig(PreTrainedConfig):
         sinks: the kind of sinks in heads that keep the plan's windows, see ``SharingPlan``: ``tokens``,
             ``constant`` (then layers with such heads have parameters for them) or ``none``. None = ``tokens``
             if ``num_sink_tokens`` is above 0, else ``none``.
+        sink_keys: whether constant sinks have keys too, see ``sinks.py``.
         layer_windows: ``[num_hidden_layers]``, how many tokens each layer was trained to see, the current one
             included (Mistral's and Gemma 3's sliding windows). An entry of None = all tokens. ``lead`` must
             be None for all heads of a layer that has a window. None instead of the list = no layer has one.
@@ -123,6 +124,7 @@ class PodConfig(PreTrainedConfig):
     num_sink_tokens: int = None  # type: ignore[assignment]  # 16, or 0 for a window
     num_recent_tokens: int = None  # type: ignore[assignment]  # 4080, or 4096 for a window
     sinks: str = None  # type: ignore[assignment]  # tokens, or none without first tokens
+    sink_keys: bool = False
     attention_backend: str = "auto"
     pad_token_id: int | None = None
     bos_token_id: int | None = None
@@ -207,6 +209,8 @@ class PodConfig(PreTrainedConfig):
             raise ValueError(f"layout = {self.layout!r} has no bits of its own: name a codec, no kv_bits")
         if self.layout == "window" and n_s:
             raise ValueError(f"layout = 'window' has no sinks, got num_sink_tokens = {n_s}: set 0")
+        if self.sink_keys and self.qk_norm:
+            raise ValueError("sink_keys are for models without norms of keys: make a plan for this model")
         if self.layout != "pod" and self.sinks == "constant":
             raise ValueError(
                 f"layout = {self.layout!r} has no constant sinks: "
@@ -276,6 +280,10 @@ class PodConfig(PreTrainedConfig):
         if self.sinks != "constant" or self.window_of(layer_idx) is not None:
             return False
         return None in self.sharing_plan.lead[layer_idx]
+
+    def has_sink_keys(self, layer_idx: int) -> bool:
+        """Whether the constant sinks of a layer have keys."""
+        return self.sink_keys and self.has_constant_sinks(layer_idx)
 
     @property
     def sink_layers(self) -> list[int]:

@@ -176,6 +176,7 @@ class PodAttention(nn.Module):
             followers of a ``cla`` layout, which have no projections for keys and values.
         sinks, sink_values: ``[Hq]`` and ``[H, d]``, the parameters of a layer with constant sinks
             (``PodConfig.sinks``). Else None.
+        sink_keys: ``[H, d]``, the keys of these sinks (``PodConfig.sink_keys``). Else None.
         followed_here: KV heads whose lead is below this layer, with followers in it or above it. With a
             cache, these leads' tensors must be moved to this layer's device.
         query_factor: factor on queries, so that logits have ``attention_multiplier`` as their scale.
@@ -211,29 +212,41 @@ class PodAttention(nn.Module):
             self.sinks = nn.Parameter(torch.zeros(config.num_attention_heads))
             self.sink_values = nn.Parameter(torch.zeros(config.num_key_value_heads, config.head_dim))
             self.read_sinks = SinkReader()
+        self.sink_keys = None
+        if config.has_sink_keys(layer_idx):
+            self.sink_keys = nn.Parameter(torch.zeros(config.num_key_value_heads, config.head_dim))
+            self.are_windows = [one is None for one in lead[layer_idx]]
         self.norm_across_heads = config.qk_norm_across_heads
         # attention divides by sqrt(head_dim) wherever it runs
         multiplier = config.attention_multiplier
         self.query_factor = 1.0 if multiplier is None else multiplier * config.head_dim**0.5
 
-    @property
-    def sink(self) -> Sink | None:
-        """The constant sink of this layer, as tensors for this pass. None = it has none."""
+    def constants(self) -> tuple[Sink | None, Tensor | None]:
+        """The constant sink of this layer, and its keys ``[H, d]``, for this pass; None = there are none.
+
+        The keys are zero in heads that do not keep their window.
+        """
         if self.sinks is None or self.sink_values is None:
-            return None
-        return Sink(*self.read_sinks(self.sinks, self.sink_values))
+            return None, None
+        if self.sink_keys is None:
+            return Sink(*self.read_sinks(self.sinks, self.sink_values)), None
+        logits, values, keys = self.read_sinks(self.sinks, self.sink_values, self.sink_keys)
+        if not all(self.are_windows):
+            own = zip(keys, self.are_windows, strict=True)
+            keys = torch.stack([key if is_window else torch.zeros_like(key) for key, is_window in own])
+        return Sink(logits, values), keys
 
     def forward(
         self, hidden_states: Tensor, context: ForwardContext, shared_qk: SharedQKTensors
     ) -> tuple[Tensor, SharedQKTensors]:
         """The output ``[B, n, hidden]`` for hidden states ``[B, n, hidden]``, and the next ``shared_qk``."""
-        q, k, v = self._project(hidden_states)
+        sink, sink_keys = self.constants()
+        q, k, v = self._project(hidden_states, sink_keys)
         parallel = context.sequence_parallel
         if context.step is not None:
-            context.step.sink = self.sink
+            context.step.sink = sink
             out = context.step.layers[self.layer_idx].attend(q, k, v, context.step)
         else:
-            sink = self.sink
             if parallel is not None:
                 q, k, v = parallel.to_heads(self.layer_idx, q, k, v)
                 if sink is not None:
@@ -244,10 +257,16 @@ class PodAttention(nn.Module):
         out = self.o_proj(out.transpose(1, 2).reshape(*hidden_states.shape[:-1], -1))
         return out, shared_qk
 
-    def _project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _project(
+        self, hidden_states: Tensor, sink_keys: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries ``[B, Hq, n, d]``, and keys and values ``[B, H, n, d]`` each.
 
         H = 0 in a layer that reads the keys and values of another layer.
+
+        Args:
+            hidden_states: ``[B, n, hidden]``.
+            sink_keys: ``[H, d]``, subtracted from the keys; None = nothing is.
         """
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
         q = self._normed(self.q_norm, self.q_proj(hidden_states), shape)
@@ -257,6 +276,8 @@ class PodAttention(nn.Module):
             nothing = q.new_empty(q.shape[0], 0, *q.shape[1::2])
             return q.transpose(1, 2), nothing, nothing
         k = self._normed(self.k_norm, self.k_proj(hidden_states), shape)
+        if sink_keys is not None:
+            k = k - sink_keys.to(k.dtype)
         v = self.v_proj(hidden_states).view(shape)
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 

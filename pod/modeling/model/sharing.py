@@ -34,7 +34,7 @@ _GROUP_BITS = 32  # the fp16 zero and the fp16 scale of a group
 # optional fields of a plan.json
 _OPTIONAL = ("head_order", "bits", "num_sink_tokens", "num_recent_tokens", "head_dim", "sinks")
 # all fields of a plan.json
-_FIELDS = ("schema", "lead", *_OPTIONAL, "sink_logits", "sink_values", "provenance")
+_FIELDS = ("schema", "lead", *_OPTIONAL, "sink_logits", "sink_values", "sink_keys", "provenance")
 
 Lead = tuple[tuple[int | None, ...], ...]
 """``[layer][KV head]``: the layer that the head follows, its own layer (it leads), or None (it keeps its
@@ -494,8 +494,7 @@ class SharingPlan:
             if getattr(self, name) is not None:
                 content[name] = getattr(self, name)
         if self.sink_constants is not None:
-            content["sink_logits"] = self.sink_constants.logits
-            content["sink_values"] = self.sink_constants.values
+            content |= self.sink_constants.tables()
         temporary = f"{os.fspath(path)}.tmp"
         with open(temporary, "w", encoding="utf-8") as file:
             json.dump(content | {"provenance": self.provenance}, file, indent=1)

@@ -1,4 +1,4 @@
-"""The constants of a plan with constant sinks: a logit of each query head and a value of each KV head."""
+"""The constants of a plan with constant sinks: logits of query heads, values and keys of KV heads."""
 
 import math
 from collections.abc import Sequence
@@ -16,20 +16,26 @@ class SinkConstants:
     Attributes:
         logits: ``[L][Hq]``, the scaled logit of each query head.
         values: ``[L][H][d]``, the value of each KV head.
+        keys: ``[L][H][d]``, the key of each KV head, see ``pod.modeling.model.sinks``. None = there are none.
         trained: True = they come from trained weights. False = they come from a plan file.
     """
 
     logits: tuple[tuple[float, ...] | None, ...]
     values: tuple[tuple[tuple[float, ...], ...] | None, ...]
+    keys: tuple[tuple[tuple[float, ...], ...] | None, ...] | None = None
     trained: bool = field(default=False, compare=False)
 
     def __post_init__(self):
         logits = (None if row is None else tuple(map(float, row)) for row in self.logits)
-        values = (
-            None if row is None else tuple(tuple(map(float, head)) for head in row) for row in self.values
-        )
         object.__setattr__(self, "logits", tuple(logits))
-        object.__setattr__(self, "values", tuple(values))
+        object.__setattr__(self, "values", _numbers(self.values))
+        if self.keys is not None:
+            object.__setattr__(self, "keys", _numbers(self.keys))
+
+    def tables(self) -> dict[str, Any]:
+        """The tables of a plan.json."""
+        found = {"sink_logits": self.logits, "sink_values": self.values, "sink_keys": self.keys}
+        return {name: table for name, table in found.items() if table is not None}
 
     def refusal(self, lead: Sequence[Sequence[int | None]], head_dim: int | None) -> str | None:
         """Why these constants do not fit a plan ``[L][H]``, as text for a message. None = they fit."""
@@ -50,6 +56,19 @@ class SinkConstants:
                 return f"of layer {layer} have values of {widths.pop()} channels, head_dim is {head_dim}"
             if not all(map(math.isfinite, (*logits, *(x for head in values for x in head)))):
                 return f"of layer {layer} are not all finite"
+        return self._refusal_of_keys()
+
+    def _refusal_of_keys(self) -> str | None:
+        """What `refusal` says of the keys, where logits and values fit."""
+        if self.keys is None:
+            return None
+        if len(self.keys) != len(self.values):
+            return f"have {len(self.values)} layers, sink_keys {len(self.keys)}"
+        for layer, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)):
+            if [*map(len, keys or ())] != [*map(len, values or ())]:
+                return f"of layer {layer} have other shapes than sink_keys"
+            if not all(math.isfinite(x) for head in keys or () for x in head):
+                return f"of layer {layer} have sink_keys that are not all finite"
         return None
 
     def check_shapes(self, layer: int, config: Any) -> None:
@@ -73,15 +92,20 @@ class SinkConstants:
             )
 
 
+def _numbers(rows: Sequence[Any]) -> tuple[Any, ...]:
+    """``[L][H][d]`` numbers as tuples. ``TypeError`` or ``ValueError`` if they are no such table."""
+    return tuple(None if row is None else tuple(tuple(map(float, head)) for head in row) for row in rows)
+
+
 def read_constants(content: dict[str, Any]) -> SinkConstants | None:
     """The constants in a plan.json, if it has any. ``ValueError`` if they are no tables of numbers."""
-    tables = content.get("sink_logits"), content.get("sink_values")
-    if tables == (None, None):
+    tables = [content.get(name) for name in ("sink_logits", "sink_values", "sink_keys")]
+    if tables == [None, None, None]:
         return None
     try:
         return SinkConstants(*tables)  # type: ignore[arg-type]
     except (TypeError, ValueError):
         raise ValueError(
-            "sharing plan: sink_logits and sink_values must be [layers][query heads] and "
+            "sharing plan: sink_logits must be [layers][query heads] numbers, sink_values and sink_keys "
             "[layers][KV heads][head_dim] numbers, null for layers without windows"
         ) from None

@@ -1,9 +1,17 @@
-"""A constant sink: one logit per query head and one value per KV head, instead of stored first tokens.
+"""A constant sink: a logit per query head, a value and a key per KV head, instead of stored first tokens.
 
 Let ``o`` be the output and ``l`` the log-sum-exp of the tokens that a query sees, ``s`` the sink's logit and
 ``u`` its value. The share of the sink is ``p = sigmoid(s - l)``. With the sink, the output is
 ``(1 - p) o + p u`` and the log-sum-exp is ``logaddexp(l, s)``. So a sink can be added to the result of any
 implementation of attention that gives a log-sum-exp.
+
+The logit of the first tokens depends on the query. Where keys have large biases, it varies so much that no
+constant can stand for it: on Qwen2.5-Coder-0.5B by hundreds, in two layers. A window whose keys all lose the
+same vector ``c`` keeps its softmax, since every logit loses ``<q, c>``. A constant ``s`` beside it does not
+lose that, and so acts like a logit ``s + <q, c>``. This ``c`` is the sink's key. It is subtracted before
+rotation, and RoPE turns it by an angle that depends on the distance. So ``c`` is zero in channels that turn
+much within a window. Example: with ``q = (2, 0)``, ``c = (10, 0)`` and ``s = 1``, keys whose logits are 25 and
+20 get 5 and 0, and the sink has 1. That is the softmax of 25, 20 and 21.
 
 Flash's backward, run with the output and the log-sum-exp of the whole softmax, gives the gradients of
 queries, keys and values. The gradients of the sink follow from the same two tensors: ``du = sum p g`` and
@@ -23,8 +31,8 @@ The number is limited because these numbers are copied to the wider dtype of the
 """
 
 
-PARAMETERS = ("self_attn.sinks", "self_attn.sink_values")
-"""The parameters of a decoder layer with constant sinks: logits ``[Hq]`` and values ``[H, d]``."""
+PARAMETERS = ("self_attn.sinks", "self_attn.sink_values", "self_attn.sink_keys")
+"""The parameters of a decoder layer with constant sinks: logits ``[Hq]``, values and keys ``[H, d]``."""
 
 
 def is_constant(name: str) -> bool:
@@ -33,14 +41,14 @@ def is_constant(name: str) -> bool:
 
 
 class SinkReader(nn.Module):
-    """Copies the sink's two parameters, so that the copies can be used anywhere in the pass.
+    """Copies the sink's parameters, so that the copies can be used anywhere in the pass.
 
     It is a module of its own because of ZeRO-3, which gathers a module's weights only while the module runs.
     The attention module itself has no such hooks (``drop_shared_qk_hooks``).
     """
 
-    def forward(self, logits: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        return logits.clone(), values.clone()
+    def forward(self, *parameters: Tensor) -> tuple[Tensor, ...]:
+        return tuple(parameter.clone() for parameter in parameters)
 
 
 class Sink(NamedTuple):

@@ -35,11 +35,11 @@ from transformers import GenerationConfig
 
 from pod.errors import one_line
 from pod.files import atomic_write_text, explain_disk_full, read_mapping, write_json
-from pod.modeling.loading import with_trained_constants
 from pod.modeling.model.config import PodConfig
 from pod.modeling.model.llama import PodForCausalLM
 from pod.modeling.model.sharing import SharingPlan
 from pod.modeling.model.sinks import is_constant
+from pod.modeling.sink_weights import with_trained_constants
 from pod.training import deepspeed_bridge as bridge
 from pod.training.args import TrainArgs
 from pod.training.checkpoint.newest import WEIGHT_FILES, step_folders, step_of

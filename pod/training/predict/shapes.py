@@ -30,6 +30,7 @@ class Shapes:
         idle: width of all experts of a layer that do not see a token; 0 without experts.
         attention_backend: `auto`, or the backend that the configuration names.
         sink_layers: number of layers with constant sinks, which stand for the first tokens.
+        sink_keys: whether these sinks have keys.
         dense: the plan by which a teacher reads (`train.distill`): every head leads, but those of layers that
             were trained with windows.
     """
@@ -48,6 +49,7 @@ class Shapes:
     idle: int = 0
     attention_backend: str = "auto"
     sink_layers: int = 0
+    sink_keys: bool = False
     dense: Lead = ()
 
     @classmethod
@@ -72,6 +74,7 @@ class Shapes:
             attention_backend=getattr(config, "attention_backend", "auto"),
             silent_layers=silent_layers(config.sharing_plan.lead) if layout == "cla" else 0,
             sink_layers=len(getattr(config, "sink_layers", ())),  # other models than ours have none
+            sink_keys=getattr(config, "sink_keys", False),
             dense=dense_lead(
                 [config.num_key_value_heads] * config.num_hidden_layers,
                 getattr(config, "trained_windows", [False] * config.num_hidden_layers),
@@ -125,8 +128,14 @@ class Shapes:
 
     @property
     def sink_parameters(self) -> int:
-        """Number of weights in constant sinks: a logit for each query head, and a value for each KV head."""
-        return self.sink_layers * (self.query_heads + self.kv_heads * self.head_dim)
+        """Number of weights in constant sinks."""
+        return self.sink_layers * sum(self._sink_sizes)
+
+    @property
+    def _sink_sizes(self) -> list[int]:
+        """Numbers of weights in the tensors of a layer's constant sinks: logits, values, perhaps keys."""
+        values = self.kv_heads * self.head_dim
+        return [self.query_heads, values, *([values] if self.sink_keys else [])]
 
     def multiplied_weights(self, lead: Lead) -> int:
         """Number of weights that multiply every token under a plan.
@@ -158,8 +167,7 @@ class Shapes:
         """
         sizes = [rows * columns for rows, columns in self.linear_sizes.values()]
         in_layer = sum(size for size in [*sizes, self.hidden, self.hidden] if size < threshold)
-        sinks = [self.query_heads, self.kv_heads * self.head_dim]
-        constants = self.sink_layers * sum(size for size in sinks if size < threshold)
+        constants = self.sink_layers * sum(size for size in self._sink_sizes if size < threshold)
         final_norm = self.hidden if self.hidden < threshold else 0
         return self.layers * in_layer + final_norm + constants
 

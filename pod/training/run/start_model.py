@@ -10,10 +10,11 @@ import torch
 from transformers import AutoConfig, GenerationConfig
 
 from pod.modeling.checkpoints import has_own_head, is_adapter, weight_files
-from pod.modeling.loading import caching, sink_weights, target_config
+from pod.modeling.loading import caching, target_config
 from pod.modeling.model.config import PodConfig
 from pod.modeling.model.llama import PodForCausalLM
 from pod.modeling.model.sharing import SharingPlan
+from pod.modeling.sink_weights import sink_weights
 from pod.models import KNOWN_SIZES, PACKAGE, ModelArgs, read_config, resolve_model, ways_without_network
 from pod.training.run.longer_context import extend
 from pod.training.run.mesh import from_rank_0
