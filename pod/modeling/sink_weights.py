@@ -74,9 +74,10 @@ def with_trained_constants(plan: SharingPlan, weights: Mapping[str, Tensor]) -> 
             rows[int(found[1])] = weight.tolist()
     if plan.sinks != "constant" or not tables:
         return plan
+    missing = [None] * plan.num_layers
+    logits, values = (tuple(tables.get(name, missing)) for name in ("sinks", "sink_values"))
     keys = tuple(tables["sink_keys"]) if "sink_keys" in tables else None
-    constants = SinkConstants(tuple(tables["sinks"]), tuple(tables["sink_values"]), keys, trained=True)
-    return replace(plan, sink_constants=constants)
+    return replace(plan, sink_constants=SinkConstants(logits, values, keys, trained=True))
 
 
 def _tables(constants: SinkConstants) -> dict[str, Sequence[Any]]:

@@ -159,8 +159,8 @@ def first_keys(model: PodForCausalLM, sequences: Sequence[Tensor]) -> list[Tenso
     """The key ``[H, d]`` of the constant sink of every planned layer, fp64; None = it has none.
 
     It is the mean key of tokens that stand for first tokens (`first_tokens`), not rotated, and zero in
-    channels that turn by more than `ANGLE` within a window. Models with norms of keys have none: their keys
-    have no large biases, and engines would need code to subtract it behind the norm.
+    channels that turn by more than `ANGLE` within a window. Models with norms of keys have none: these keys
+    have no large biases. Engines would have to subtract the sink's key after the norm, which they cannot.
 
     Args:
         model: dense, with the ``num_recent_tokens`` of the windows.
@@ -342,9 +342,25 @@ def find_sinks(model: PodForCausalLM, sequences: Sequence[Tensor], num_queries: 
     Raises:
         ValueError: as in `window_queries`; or the model gives values that are not finite.
     """
+    keys = first_keys(model, sequences)
+    with_keys = _fitted_with(model, sequences, num_queries, keys)
+    if all(key is None for key in keys):
+        return [constants for constants, _ in with_keys]
+    without = _fitted_with(model, sequences, num_queries, [None] * len(keys))
+    best = []
+    for (own, misfit), (plain, other) in zip(with_keys, without, strict=True):
+        assert own.keys is not None
+        # all layers have keys or none has
+        best.append(own if misfit <= other else plain._replace(keys=torch.zeros_like(own.keys)))
+    return best
+
+
+def _fitted_with(
+    model: PodForCausalLM, sequences: Sequence[Tensor], num_queries: int, keys: Sequence[Tensor | None]
+) -> list[tuple[LayerConstants, float]]:
+    """The constants of every planned layer with these keys, and their misfit; see `find_sinks`."""
     layers: list[list[WindowQueries]] = [[] for _ in planned_layers(model.config)]
     starts: list[list[Sink]] = [[] for _ in layers]
-    keys = first_keys(model, sequences)
     for ids in sequences:
         found = window_queries(model, ids.reshape(1, -1).to(model.device), num_queries, keys)
         for queries, sinks, (one, sink) in zip(layers, starts, found, strict=True):
@@ -356,7 +372,11 @@ def find_sinks(model: PodForCausalLM, sequences: Sequence[Tensor], num_queries: 
         start = Sink(*(torch.stack(part).mean(0) for part in zip(*sinks, strict=True)))
         if not LayerConstants(*start, key).are_finite():
             raise ValueError(NOT_FINITE)
-        calibrated.append(LayerConstants(*fitted_sink(WindowQueries.join(queries), start), key).cpu())
+        joined = WindowQueries.join(queries)
+        sink = fitted_sink(joined, start)
+        with torch.no_grad():
+            misfit = joined.misfits(sink).sum().item()
+        calibrated.append((LayerConstants(*sink, key).cpu(), misfit))
     return calibrated
 
 
@@ -393,7 +413,7 @@ def calibrate_sinks(
     texts: Sequence[str | Tensor | Sequence[int]],
     num_queries: int = NUM_QUERIES,
 ) -> SharingPlan:
-    """A plan with constant sinks: a logit and a value stand for the first tokens in heads that keep windows.
+    """A plan with constant sinks, which stand for the first tokens in heads that keep their windows.
 
     The model is read as a dense one. About 8 texts, each as long as a few windows, are enough. Each must be
     longer than the window by ``num_queries`` tokens, and should begin as the model's inputs do.

@@ -139,7 +139,8 @@ def find_costs(exploration: Exploration, say: Say = print) -> MeasuredCosts:
     wanted |= exploration.windows
     if not exploration.windows["num_sink_tokens"]:  # a measurement with stored first tokens names no sinks
         # costs that were measured before constants had keys are measured again
-        wanted["sinks"] = "constant, with keys" if exploration.sinks == "constant" else exploration.sinks
+        found = {"constant": "constant (with keys, unless the model norms keys)"}
+        wanted["sinks"] = found.get(exploration.sinks, exploration.sinks)
     needed: list[str] = [*FOLLOWER_COSTS] if _may_follow(exploration) else []
     if explore.retrieval_sequences and _may_have_windows(exploration):
         needed.append("windows" + RETRIEVAL)

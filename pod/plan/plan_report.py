@@ -163,7 +163,7 @@ def _rounds(rounds: Sequence[dict[str, float | None]]) -> str:
 def _windows(plan: SharingPlan, num_sink_tokens: int, num_recent_tokens: int) -> str:
     """What a head that keeps its window sees, in words."""
     first = {
-        "constant": "a constant sink (a logit and a value for the first tokens)",
+        "constant": "a constant sink (numbers that stand for the first tokens)",
         "none": "no sink",
     }.get(plan.sinks or "", f"{num_sink_tokens} sink")
     return f"{first} and {num_recent_tokens} recent tokens"

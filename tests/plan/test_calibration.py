@@ -15,8 +15,10 @@ from pod.commands import explore
 from pod.modeling.model.sharing import SharingPlan
 from pod.modeling.model.sinks import Sink
 from pod.models import resolve_model
+from pod.plan import calibration
 from pod.plan.calibration import (
     find_sinks,
+    first_keys,
     first_tokens,
     fitted_sink,
     window_queries,
@@ -225,6 +227,58 @@ def test_fitted_constants_fit_better_than_measured_ones():
     assert (sums[0] < 0.9 * sums[1]).all()
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"attention_qkv_bias": True},
+        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0,
+                             "original_max_position_embeddings": 64}},
+        {"no_rope_layers": [1, 0, 1, 1]},
+        {"qk_norm": True},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)  # fmt: skip
+@torch.no_grad()
+def test_keys_are_those_of_first_tokens_in_channels_that_hardly_turn(changes):
+    model = make_model(6, 2, sinks=0, recent=RECENT, **changes)
+    for layer in model.model.layers:
+        if layer.self_attn.k_proj.bias is not None:
+            torch.nn.init.normal_(layer.self_attn.k_proj.bias, std=3.0)
+    texts = [ids_of(64, seed)[0] for seed in range(3)]
+    seen = [[] for _ in model.model.layers]
+    hooks = [
+        layer.self_attn.k_proj.register_forward_hook(lambda _, given, out, own=own: own.append(out[:, 0]))
+        for layer, own in zip(model.model.layers, seen, strict=True)
+    ]
+    model(torch.cat([text[::2] for text in texts])[:, None], use_cache=False)  # 32 of each, one token each
+    for hook in hooks:
+        hook.remove()
+    found = first_keys(model, texts)
+    if model.config.qk_norm:
+        assert found == [None] * 4
+        return
+    ropes = model.model.context(torch.zeros(1, 1, 1).double(), torch.zeros(1, 1, dtype=torch.long)).ropes
+    for key, (own,), rope in zip(found, seen, ropes, strict=True):
+        little = [float(one) * (RECENT - 1) <= 0.3 for one in rope.frequencies]
+        expected = own.mean(0).view(2, 8) * torch.tensor(little * 2)
+        assert sum(little) > 0 and (sum(little) < 4) == bool(rope.frequencies.any())
+        torch.testing.assert_close(key, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_a_key_that_fits_worse_is_not_taken(monkeypatch):
+    model, texts = make_model(6, 2, sinks=0, recent=RECENT), [ids_of(80)[0]]
+    keys = first_keys(model, texts)
+    wild = [
+        key + 30 * torch.randn(key.shape).double() if layer == 2 else key for layer, key in enumerate(keys)
+    ]
+    monkeypatch.setattr(calibration, "first_keys", lambda *_: wild)
+    found = find_sinks(model, texts, 20)
+    assert not found[2].keys.any()
+    monkeypatch.setattr(calibration, "first_keys", lambda *_: [None] * 4)
+    plain = find_sinks(model, texts, 20)
+    assert torch.equal(found[2].logits, plain[2].logits) and plain[2].keys is None
+
+
 def test_first_tokens_are_those_of_texts():
     ids = torch.arange(100, 200)
     assert first_tokens(ids, None).tolist() == [100 + index * 100 // 32 for index in range(32)]
@@ -383,7 +437,7 @@ def test_explore_writes_constants_into_the_plan(explore_overrides, tmp_path, cap
     assert written == pytest.approx(sum(losses) / len(losses), rel=1e-5)
     printed = capsys.readouterr().out
     assert "constant sinks, target 40.0%" in printed
-    assert "with a constant sink (a logit and a value for the first tokens) and 7 recent tokens" in printed
+    assert "with a constant sink (numbers that stand for the first tokens) and 7 recent tokens" in printed
     # other sinks are measured anew
     explore.main(load_recipe(None, [*settings, "model.sinks=none"]))
     printed = capsys.readouterr().out

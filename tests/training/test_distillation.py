@@ -8,6 +8,7 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 import pod
 from pod.modeling.model.sharing import dense_lead
+from pod.modeling.model.sinks import is_constant
 from pod.training.args import TrainArgs, TrainRecipe
 from pod.training.observe.metrics import training_flops
 from pod.training.predict import preflight
@@ -32,9 +33,13 @@ def make_model(lead=LEAD, sinks="tokens", dtype=torch.float32):
         vocab_size=37, hidden_size=24, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
         head_dim=6, intermediate_size=32, initializer_range=0.3, max_position_embeddings=64,
         attention_backend="reference", lead=lead, num_recent_tokens=3, sinks=sinks,
-        num_sink_tokens=1 if sinks == "tokens" else 0,
+        num_sink_tokens=1 if sinks == "tokens" else 0, sink_keys=sinks == "constant",
     )  # fmt: skip
-    return pod.PodForCausalLM(config).to(dtype)
+    model = pod.PodForCausalLM(config).to(dtype)
+    for name, parameter in model.named_parameters():
+        if is_constant(name):
+            torch.nn.init.normal_(parameter)
+    return model
 
 
 def with_adapters(model):

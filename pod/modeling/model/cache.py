@@ -594,7 +594,7 @@ def _signature(config: PodConfig) -> str:
     """
     windows = config.num_sink_tokens, config.num_recent_tokens, *(config.layer_windows or ())
     if config.sinks == "constant":
-        windows += ("constant sinks",)
+        windows += ("constant sinks", *(["keys"] if config.sink_keys else []))
     windowed = config.own_method in ("pod", "window")
     sizes = config.num_attention_heads, config.head_dim, config.head_order
     return str((config.own_method, config.sharing_plan.lead, windows if windowed else None, *sizes))

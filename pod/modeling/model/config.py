@@ -162,6 +162,7 @@ class PodConfig(PreTrainedConfig):
             self.lead = [list(row) for row in self.lead]
         super().__post_init__(**kwargs)
         self.sinks = kind_of_sinks(self.sinks, self.num_sink_tokens)  # type: ignore[assignment]
+        self.sink_keys = self.sink_keys and self.sinks == "constant"
         self._check()
         order = self.sharing_plan.head_order  # None for the original one
         self.head_order = None if order is None else [list(row) for row in order]

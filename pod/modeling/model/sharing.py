@@ -23,7 +23,7 @@ has no sizes of windows. 3 knows only sinks that are tokens."""
 _FIRST_WITH_WINDOWS = 3
 SINKS = ("tokens", "constant", "none")
 """Kinds of sinks in a head that keeps its window. ``tokens``: it stores the first tokens. ``constant``: a
-learned or measured logit and value take their place. ``none``: it has neither."""
+few learned or measured numbers take their place. ``none``: it has neither."""
 # defaults of a quantizer: how many numbers share a scale, and how many of the newest tokens stay native
 GROUP_SIZE, RESIDUAL = 32, 128
 NATIVE_TOKENS = RESIDUAL + (GROUP_SIZE - 1) / 2  # an average, since tokens are packed a group at a time
@@ -180,9 +180,9 @@ class SharingPlan:
         head_dim: channels of a head of the model that the plan was made for. The bytes of packed values
             depend on it (``bits_per_number``). None = not recorded.
         sinks: the kind of sinks in heads that keep their windows. ``tokens``: the first ``num_sink_tokens``
-            tokens are stored. ``constant``: a logit of each query head and a value of each KV head, which
-            take no slot and are added at every position. ``none``: no sinks. None = ``tokens`` or ``none``
-            according to ``num_sink_tokens``, or not recorded if that is not.
+            tokens are stored. ``constant``: a logit of each query head, and a value and a key of each KV
+            head, which take no slot and act at every position (``sinks.py``). ``none``: no sinks. None =
+            ``tokens`` or ``none`` according to ``num_sink_tokens``, or not recorded if that is not.
         sink_constants: the constants of a plan with constant sinks. None = not measured yet, or the model's
             weights have them.
 
@@ -434,6 +434,8 @@ class SharingPlan:
             said += (
                 f"; its measured cost of {self.provenance['plan_cost']:.4g} holds for its own windows only"
             )
+        if self.sink_constants is not None:
+            said += "; its constant sinks were measured for its own windows too"
         return said + ": leave num_sink_tokens and num_recent_tokens out to take the plan's"
 
     def _held(self, n: float) -> float:

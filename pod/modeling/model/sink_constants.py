@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class SinkConstants:
-    """Logits and values of constant sinks, for each layer.
+    """Logits, values and keys of constant sinks, for each layer.
 
     A layer in which no head keeps its window has None. Heads are in the order that the plan's ``head_order``
     gives. Heads that lead or follow also have numbers, which nothing reads.

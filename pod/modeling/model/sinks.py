@@ -6,12 +6,14 @@ Let ``o`` be the output and ``l`` the log-sum-exp of the tokens that a query see
 implementation of attention that gives a log-sum-exp.
 
 The logit of the first tokens depends on the query. Where keys have large biases, it varies so much that no
-constant can stand for it: on Qwen2.5-Coder-0.5B by hundreds, in two layers. A window whose keys all lose the
-same vector ``c`` keeps its softmax, since every logit loses ``<q, c>``. A constant ``s`` beside it does not
-lose that, and so acts like a logit ``s + <q, c>``. This ``c`` is the sink's key. It is subtracted before
-rotation, and RoPE turns it by an angle that depends on the distance. So ``c`` is zero in channels that turn
-much within a window. Example: with ``q = (2, 0)``, ``c = (10, 0)`` and ``s = 1``, keys whose logits are 25 and
-20 get 5 and 0, and the sink has 1. That is the softmax of 25, 20 and 21.
+constant can stand for it: on Qwen2.5-Coder-0.5B by hundreds, in two layers. So the sink has a key ``c``,
+which is subtracted from all keys of the window. Without rotation, each of their logits changes by
+``-<q, c>``, and their softmax stays. The constant ``s`` beside them does not change, and so acts like ``s + <q, c>`` (scaled
+like all logits). Example: with ``<q, c> = 20`` and ``s = 1``, logits of 25 and 20 become 5 and 0. The softmax
+of 5, 0 and 1 is that of 25, 20 and 21.
+
+RoPE turns ``c`` by an angle that depends on the distance. So the measured ``c`` is zero in channels that turn
+much within a window. Training may change that.
 
 Flash's backward, run with the output and the log-sum-exp of the whole softmax, gives the gradients of
 queries, keys and values. The gradients of the sink follow from the same two tensors: ``du = sum p g`` and

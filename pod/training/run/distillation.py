@@ -67,15 +67,21 @@ def _dense(model: Any) -> Iterator[None]:
     checkpoints = decoder.gradient_checkpointing
     sharing = [one for one in (decoder, decoder.sequence_parallel) if one is not None]
     plans = [one.lead for one in sharing]
+    keyed = [layer.self_attn for layer in decoder.layers if layer.self_attn.sink_keys is not None]
+    windows = [attention.are_windows for attention in keyed]
     decoder.gradient_checkpointing = False
     for one, lead in zip(sharing, plans, strict=True):
         one.lead = dense_lead(map(len, lead), config.trained_windows)
+    for attention in keyed:
+        attention.are_windows = [False] * len(attention.are_windows)
     try:
         yield
     finally:
         decoder.gradient_checkpointing = checkpoints
         for one, lead in zip(sharing, plans, strict=True):
             one.lead = lead
+        for attention, are_windows in zip(keyed, windows, strict=True):
+            attention.are_windows = are_windows
 
 
 def distilled_losses(
