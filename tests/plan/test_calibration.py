@@ -268,9 +268,7 @@ def test_keys_are_those_of_first_tokens_in_channels_that_hardly_turn(changes):
 def test_a_key_that_fits_worse_is_not_taken(monkeypatch):
     model, texts = make_model(6, 2, sinks=0, recent=RECENT), [ids_of(80)[0]]
     keys = first_keys(model, texts)
-    wild = [
-        key + 30 * torch.randn(key.shape).double() if layer == 2 else key for layer, key in enumerate(keys)
-    ]
+    wild = [*keys[:2], keys[2] + 30 * torch.randn(keys[2].shape).double(), keys[3]]
     monkeypatch.setattr(calibration, "first_keys", lambda *_: wild)
     found = find_sinks(model, texts, 20)
     assert not found[2].keys.any()
