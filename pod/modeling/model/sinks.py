@@ -8,9 +8,9 @@ implementation of attention that gives a log-sum-exp.
 The logit of the first tokens depends on the query. Where keys have large biases, it varies so much that no
 constant can stand for it: on Qwen2.5-Coder-0.5B by hundreds, in two layers. So the sink has a key ``c``,
 which is subtracted from all keys of the window. Without rotation, each of their logits changes by
-``-<q, c>``, and their softmax stays. The constant ``s`` beside them does not change, and so acts like ``s + <q, c>`` (scaled
-like all logits). Example: with ``<q, c> = 20`` and ``s = 1``, logits of 25 and 20 become 5 and 0. The softmax
-of 5, 0 and 1 is that of 25, 20 and 21.
+``-<q, c>``, and their softmax stays. The constant ``s`` beside them does not change, and so acts like
+``s + <q, c>`` (scaled like all logits). Example: with ``<q, c> = 20`` and ``s = 1``, logits of 25 and 20
+become 5 and 0. The softmax of 5, 0 and 1 is that of 25, 20 and 21.
 
 RoPE turns ``c`` by an angle that depends on the distance. So the measured ``c`` is zero in channels that turn
 much within a window. Training may change that.
