@@ -31,10 +31,10 @@ def sink_weights(plan: SharingPlan | None, config: PodConfig, checkpoint: Any = 
             that they stay, and a warning says so. The plan's constants win only if they were trained too
             (``with_trained_constants``).
     """
-    constants = None if plan is None else plan.sink_constants
     found: dict[str, Tensor] = {}
-    if constants is None:
+    if plan is None or plan.sink_constants is None:
         return found
+    constants = plan.sink_constants
     if constants_stay(plan, checkpoint):
         warnings.warn(
             "this checkpoint was trained under this plan: its own constants stay in place of the plan's; "
@@ -82,5 +82,7 @@ def with_trained_constants(plan: SharingPlan, weights: Mapping[str, Tensor]) -> 
 
 def _tables(constants: SinkConstants) -> dict[str, Sequence[Any]]:
     """The numbers of each layer, by the name of the weight that they become."""
-    tables = {"sinks": constants.logits, "sink_values": constants.values}
-    return tables if constants.keys is None else tables | {"sink_keys": constants.keys}
+    tables: dict[str, Sequence[Any]] = {"sinks": constants.logits, "sink_values": constants.values}
+    if constants.keys is not None:
+        tables["sink_keys"] = constants.keys
+    return tables

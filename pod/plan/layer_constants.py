@@ -31,7 +31,8 @@ class LayerConstants(NamedTuple):
         return Sink(self.logits, self.values)
 
     def cpu(self) -> "LayerConstants":
-        return LayerConstants(*(None if x is None else x.cpu() for x in self))
+        keys = None if self.keys is None else self.keys.cpu()
+        return LayerConstants(self.logits.cpu(), self.values.cpu(), keys)
 
     def are_finite(self) -> bool:
         return all(x is None or bool(x.isfinite().all()) for x in self)
