@@ -11,15 +11,17 @@ Here are two kinds of prompts of 2,048 tokens, `PROMPTS` of each:
 * `essays`: one number of a city in Paul Graham's essays, as in the task niah.
 
 No fact is worded as in `pod/plan/needles.py`, by which `pod explore` prices retrieval. The text is read and
-compressed first, and the question comes then. Rows are those of `plans_smollm2.py`; a row takes five to ten
-minutes on one core. Figures are kept in runs/plans_smollm2/keys/.
+compressed first, and the question comes then. Rows are those of `plans_smollm2.py`, and those of SmolLM2 in
+`plans_layers.py`; a row takes five to ten minutes on one core. Figures are kept in runs/plans_smollm2/keys/.
 """
 
 import argparse
 import itertools
 import random
+from dataclasses import replace
 from typing import Any
 
+import plans_layers
 import torch
 from judge_plans import Bench, Found, Row, Sizes, keep_committed, kept_at, key_cell, read_kept
 from plans_smollm2 import DTYPE, PLANS, RESULTS, ROOT, rows
@@ -40,6 +42,9 @@ PAIRS = (
     ("adapted narrow_80-matched", "razor+int4 narrow 20%"),
     ("plan narrow_85", "razor+int4 narrow 15%"),
     ("adapted narrow_85-matched", "razor+int4 narrow 15%"),
+    ("layers 50 sinks constant", "razor 50"),
+    ("layers 50 sinks constant", "heads 50 sinks tokens"),
+    ("distilled layers constant 50", "razor 50"),
 )
 """Rows of equal bytes that are compared prompt by prompt."""
 FILLERS = (
@@ -105,6 +110,15 @@ def essay_prompts(tokenizer: Any, length: int = LENGTH, count: int = PROMPTS) ->
 KINDS = {"repeated": repeated_prompts, "essays": essay_prompts}
 
 
+def all_rows() -> list[Row]:
+    """The rows of both tables; the dense model is in both."""
+    folder = plans_layers.plans_of("smollm2")
+    of_layers = [row for row in plans_layers.rows("smollm2") if row.spec != "full"]
+    return rows() + [
+        row if row.plan is None else replace(row, plan=str(folder / row.plan)) for row in of_layers
+    ]
+
+
 def measure(bench: Bench, prompts: dict[str, list[PasskeyPrompt]], row: Row) -> dict[str, Any]:
     """Whether each answer of a row is right, by kind of prompts."""
     right = {}
@@ -160,7 +174,7 @@ def main() -> None:
         assemble()
         return
     names = tuple(name for name in given.only.split(",") if name)
-    wanted = [row for row in rows() if not names or row.name.startswith(names)]
+    wanted = [row for row in all_rows() if not names or row.name.startswith(names)]
     missing = [row for row in wanted if not kept_at(KEPT, row.name).is_file()]
     if not missing:
         return
