@@ -99,7 +99,7 @@ SCHEDULES: dict[str, dict[str, dict[str, Any]]] = {
     },
 }
 """Steps by model and way, each of one row of as many tokens as a text. Rates of 2e-3 and 3e-3 make `qwen`
-worse (LOG.md). Its row at two thirds was trained for 30 steps at 1e-3."""
+worse (LOG.md)."""
 TRAINING_TOKENS = 524_288
 """Tokens that are prepared: more than the steps see, so that none is seen twice."""
 
