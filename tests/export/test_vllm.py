@@ -94,11 +94,18 @@ def smollm2(sinks):
 
 
 def some_constants(lead):
-    """Random logits, values and keys of SmolLM2's layers with windows."""
+    """Random logits, values and keys of SmolLM2's layers with windows.
+
+    Keys are in channels that turn little, as measured ones are. Keys in all channels make a model whose own
+    log-likelihoods in fp32 are 4e-4 nats away from those in fp64.
+    """
+    turns_little = torch.arange(64) % 32 >= 24
     rows = range(len(lead))
     logits = [torch.randn(9).add(3).tolist() if lead[layer][0] is None else None for layer in rows]
     values = [torch.randn(3, 64).mul(0.1).tolist() if lead[layer][0] is None else None for layer in rows]
-    keys = [torch.randn(3, 64).mul(0.3).tolist() if lead[layer][0] is None else None for layer in rows]
+    keys = [
+        torch.randn(3, 64).mul(turns_little).tolist() if lead[layer][0] is None else None for layer in rows
+    ]
     return SinkConstants(logits, values, keys)
 
 
