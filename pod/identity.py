@@ -44,8 +44,7 @@ def plan_of(path: str | os.PathLike) -> list:
     found: list = [plan.lead, plan.head_order, plan.bits]
     if plan.sinks == "constant":
         constants = plan.sink_constants
-        tables = (constants.logits, constants.values, constants.keys) if constants else ()
-        found.append(["constant", *(table for table in tables if table is not None)])
+        found.append(["constant", *(constants.tables().values() if constants else ())])
     return found
 
 

@@ -291,15 +291,15 @@ def _fold(weights: dict[str, Tensor], attention: str, groups: int) -> None:
     after = (before.double() - values.double().flatten()).to(before.dtype)
     subtracted = (before.double() - after.double()).unflatten(0, values.shape)
     each_query_head = subtracted.repeat_interleave(groups, dim=0).flatten()
-    keys = weights.pop(f"{attention}sink_keys", None)
-    if keys is not None:
-        bias = weights[f"{attention}k_proj.bias"]
-        weights[f"{attention}k_proj.bias"] = (bias.double() - keys.double().flatten()).to(bias.dtype)
     projection = weights[f"{attention}o_proj.weight"]
     added = projection.double() @ each_query_head
     output = weights[f"{attention}o_proj.bias"]
     weights[f"{attention}v_proj.bias"] = after
     weights[f"{attention}o_proj.bias"] = (output.double() + added).to(output.dtype)
+    keys = weights.pop(f"{attention}sink_keys", None)
+    if keys is not None:
+        bias = weights[f"{attention}k_proj.bias"]
+        weights[f"{attention}k_proj.bias"] = (bias.double() - keys.double().flatten()).to(bias.dtype)
 
 
 @torch.no_grad()

@@ -2,7 +2,7 @@
 
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from pod.modeling.model.config import PodConfig
 from pod.modeling.model.sharing import SharingPlan
 from pod.modeling.model.sink_constants import SinkConstants
+from pod.modeling.model.sinks import PARAMETERS
 
 SINK_NAME = re.compile(r"model\.layers\.(\d+)\.self_attn\.(sinks|sink_values|sink_keys)")
 """Names of such weights: groups are the layer and the name of the parameter."""
@@ -46,8 +47,10 @@ def sink_weights(plan: SharingPlan | None, config: PodConfig, checkpoint: Any = 
         if not config.has_constant_sinks(layer) or constants.logits[layer] is None:
             continue
         constants.check_shapes(layer, config)
-        for name, rows in _tables(constants).items():
-            found[f"model.layers.{layer}.self_attn.{name}"] = torch.tensor(rows[layer], dtype=torch.float32)
+        tables = constants.logits, constants.values, constants.keys
+        for name, rows in zip(PARAMETERS, tables, strict=True):
+            if rows is not None:
+                found[f"model.layers.{layer}.{name}"] = torch.tensor(rows[layer], dtype=torch.float32)
     return found
 
 
@@ -78,11 +81,3 @@ def with_trained_constants(plan: SharingPlan, weights: Mapping[str, Tensor]) -> 
     logits, values = (tuple(tables.get(name, missing)) for name in ("sinks", "sink_values"))
     keys = tuple(tables["sink_keys"]) if "sink_keys" in tables else None
     return replace(plan, sink_constants=SinkConstants(logits, values, keys, trained=True))
-
-
-def _tables(constants: SinkConstants) -> dict[str, Sequence[Any]]:
-    """The numbers of each layer, by the name of the weight that they become."""
-    tables: dict[str, Sequence[Any]] = {"sinks": constants.logits, "sink_values": constants.values}
-    if constants.keys is not None:
-        tables["sink_keys"] = constants.keys
-    return tables

@@ -39,12 +39,15 @@ class LayerConstants(NamedTuple):
 
 
 def stacked(constants: list[LayerConstants]) -> dict[str, Tensor]:
-    """The constants of all layers as measured tensors, by name."""
-    return {
-        name: torch.stack(list(tensors))
-        for name, tensors in zip(TENSORS, zip(*constants, strict=True), strict=True)
-        if all(tensor is not None for tensor in tensors)
+    """The constants of all layers as measured tensors, by name. Keys are of all layers, or of none."""
+    found = {
+        "sink_logits": torch.stack([one.logits for one in constants]),
+        "sink_values": torch.stack([one.values for one in constants]),
     }
+    keys = [one.keys for one in constants if one.keys is not None]
+    if keys:
+        found["sink_keys"] = torch.stack(keys)
+    return found
 
 
 def measured_constants(tensors: Mapping[str, Tensor]) -> list[LayerConstants] | None:

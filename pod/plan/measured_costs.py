@@ -138,9 +138,10 @@ def find_costs(exploration: Exploration, say: Say = print) -> MeasuredCosts:
     wanted: dict[str, Any] = {"retrieval_sequences": explore.retrieval_sequences, "unit": "nats per token"}
     wanted |= exploration.windows
     if not exploration.windows["num_sink_tokens"]:  # a measurement with stored first tokens names no sinks
-        # costs that were measured before constants had keys are measured again
-        found = {"constant": "constant (with keys, unless the model norms keys)"}
-        wanted["sinks"] = found.get(exploration.sinks, exploration.sinks)
+        wanted["sinks"] = exploration.sinks
+        if exploration.sinks == "constant":
+            # costs that were measured before constants had keys are measured again
+            wanted["sinks"] = "constant (with keys, unless the model norms keys)"
     needed: list[str] = [*FOLLOWER_COSTS] if _may_follow(exploration) else []
     if explore.retrieval_sequences and _may_have_windows(exploration):
         needed.append("windows" + RETRIEVAL)

@@ -135,6 +135,28 @@ def test_sinks_without_keys(stock, plan):
         assert torch.equal(again(ids, use_cache=False).logits, trained(ids, use_cache=False).logits)
 
 
+def test_caches_are_of_sinks_with_keys_or_without(stock, model, plan):
+    """Windows hold keys relative to the sink's key, and a model without it cannot go on with them."""
+    bare = dataclasses.replace(plan.sink_constants, keys=None)
+    other = pod.load_model(stock, plan=dataclasses.replace(plan, sink_constants=bare))
+    cache, ids = pod.make_cache(model, "pod"), random_ids(1, 20)
+    model(ids, past_key_values=cache)
+    with pytest.raises(ValueError, match="cache"):
+        other(ids, past_key_values=cache)
+
+
+def test_only_constant_sinks_have_keys(model):
+    assert model.config.sink_keys
+    assert not pod.load_model(model, num_sink_tokens=4, sinks="tokens").config.sink_keys
+    with pytest.raises(ValueError, match="sink_keys are for models without norms of keys"):
+        pod.PodConfig(sinks="constant", sink_keys=True, qk_norm=True)
+
+
+def test_other_windows_than_those_of_the_constants_are_said(stock, plan):
+    with pytest.warns(UserWarning, match="its constant sinks were measured for its own windows too"):
+        pod.load_model(stock, plan=plan, num_recent_tokens=WINDOW + 1)
+
+
 def test_without_rotation_keys_change_nothing_but_the_sink():
     """All keys of a window move by the same vector: its softmax stays, where the sink has no weight."""
     lead = [[None, None]] * 2

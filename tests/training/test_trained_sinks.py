@@ -13,6 +13,7 @@ from pod.export import folder as export_folder
 from pod.modeling.model.sharing import SharingPlan
 from pod.modeling.model.sink_constants import SinkConstants
 from pod.modeling.model.sinks import PARAMETERS
+from pod.modeling.sink_weights import with_trained_constants
 from pod.models import ModelArgs
 from pod.training.args import TrainArgs
 from pod.training.checkpoint import checkpoint_files
@@ -83,6 +84,12 @@ def test_a_run_starts_from_the_constants_of_a_checkpoint(start, tmp_path):
     ):  # the plan's are where its training started
         second_stage = load_start_model(args, start / "plan.json")
     assert torch.equal(logits_of(second_stage), logits_of(trained))
+
+
+def test_trained_weights_without_values_are_refused_by_name(start):
+    weights = {"model.layers.0.self_attn.sinks": torch.zeros(4)}
+    with pytest.raises(ValueError, match="logits or values only in layer 0"):
+        with_trained_constants(make_plan(), weights)
 
 
 def test_constants_that_no_plan_has_are_one_line(start):

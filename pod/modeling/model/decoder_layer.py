@@ -177,6 +177,8 @@ class PodAttention(nn.Module):
         sinks, sink_values: ``[Hq]`` and ``[H, d]``, the parameters of a layer with constant sinks
             (``PodConfig.sinks``). Else None.
         sink_keys: ``[H, d]``, the keys of these sinks (``PodConfig.sink_keys``). Else None.
+        are_windows: for each KV head of the plan, whether it keeps its window, so that the sink's key is
+            subtracted from its keys. The teacher of distillation, in which all heads lead, sets it to False.
         followed_here: KV heads whose lead is below this layer, with followers in it or above it. With a
             cache, these leads' tensors must be moved to this layer's device.
         query_factor: factor on queries, so that logits have ``attention_multiplier`` as their scale.
@@ -213,9 +215,9 @@ class PodAttention(nn.Module):
             self.sink_values = nn.Parameter(torch.zeros(config.num_key_value_heads, config.head_dim))
             self.read_sinks = SinkReader()
         self.sink_keys = None
+        self.are_windows = [one is None for one in lead[layer_idx]]
         if config.has_sink_keys(layer_idx):
             self.sink_keys = nn.Parameter(torch.zeros(config.num_key_value_heads, config.head_dim))
-            self.are_windows = [one is None for one in lead[layer_idx]]
         self.norm_across_heads = config.qk_norm_across_heads
         # attention divides by sqrt(head_dim) wherever it runs
         multiplier = config.attention_multiplier
