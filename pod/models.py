@@ -48,17 +48,18 @@ class ModelArgs:
     num_sink_tokens: NonNegativeInt | None = None
     """First tokens of a document that every head sees with its own query and key (paper: 16). null = the
     plan's value, else the checkpoint's, else 16. It is 0 with layout=window, and with sinks constant or
-    none."""
+    none. `pod explore` takes constant sinks where neither this nor `sinks` is given."""
 
     sinks: Literal["tokens", "constant", "none"] | None = None
     """What stands for the first tokens in heads that keep a window. `tokens`: the first num_sink_tokens
     tokens are stored; `constant`: a few trained numbers, which come with the plan and take no memory in the
-    cache; `none`: nothing. null = the plan's, else the checkpoint's, else as num_sink_tokens says."""
+    cache; `none`: nothing. null = the plan's, else the checkpoint's, else as num_sink_tokens says. For
+    `pod explore`, null = as num_sink_tokens says, else constant, but tokens for models that norm keys."""
 
     num_recent_tokens: PositiveInt | None = None
     """Last tokens, the current one included, that every head sees with its own query and key (paper:
     4080). Smaller windows save more memory. null = the plan's value, else the checkpoint's, else 4080 (4096
-    with layout=window). Another value than the plan was made for gives a warning."""
+    where no first tokens are stored). Another value than the plan was made for gives a warning."""
 
     plan: str | None = None
     """Path of a plan.json. null = <output_dir>/plan/plan.json, when it exists and layout is auto or pod."""
@@ -129,10 +130,8 @@ class ModelArgs:
             plan: a SharingPlan, or None.
         """
         usual = {"num_sink_tokens": 16, "num_recent_tokens": 4080}
-        if self.layout == "window":
+        if self.layout == "window" or self.sinks in ("constant", "none"):
             usual = {"num_sink_tokens": 0, "num_recent_tokens": 4096}
-        if self.sinks in ("constant", "none"):
-            usual["num_sink_tokens"] = 0
         given = self.given_windows
         if plan is not None:
             given = plan.choose_windows(**given, sinks=self.sinks)

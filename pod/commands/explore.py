@@ -27,7 +27,6 @@ tokens when eval.methods names razor, and with --heads it does only this. It wri
 
 import argparse
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +41,7 @@ SECTIONS = "model", "explore", "data"
 def main(recipe: Recipe) -> None:
     """Measure, write the plan, measure its loss, and find retrieval heads if they are needed."""
     from pod.plan.choose import find_plan, with_losses
-    from pod.plan.exploration import Exploration, process_group
+    from pod.plan.exploration import Exploration, dense_config, process_group
     from pod.plan.measured_costs import find_heads
 
     note_on_data(recipe)
@@ -190,7 +189,7 @@ def estimate(recipe: Recipe) -> str:
     """Text for `--dry-run`: tokens, memory and disk space. It needs the model's configuration only."""
     import torch
 
-    from pod.plan.exploration import check_model, describe_cost, sinks_of, windows_of
+    from pod.plan.exploration import check_model, dense_config, describe_cost, sinks_of, windows_of
 
     config = dense_config(recipe)
     if not recipe.explore.heads:
@@ -198,16 +197,6 @@ def estimate(recipe: Recipe) -> str:
         check_model(config, recipe.explore, windows_of(recipe))
     itemsize = getattr(torch, recipe.model.dtype).itemsize
     return describe_cost(config, recipe.explore, sinks_of(recipe), itemsize)
-
-
-def dense_config(recipe: Recipe) -> Any:
-    """The configuration of the model without a plan; ValueError when there is no such model."""
-    from pod.training.run.start_model import model_config, source_config
-
-    source_config(recipe.model)
-    dense = replace(recipe.model, layout="dense", plan=None, sinks=None)
-    config, _ = model_config(dense, recipe.output_dir)
-    return config
 
 
 def check_target(recipe: Recipe, config: Any) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from pod.data import held_out_documents, long_sequences, source_documents
 from pod.data.rows.manifest import MANIFEST_NAME, read_manifest
 from pod.modeling.loading import load_model
+from pod.modeling.model.config import PodConfig
 from pod.modeling.model.llama import PodForCausalLM
 from pod.modeling.model.sharing import SharingPlan, check_bits
 from pod.modeling.placement import ROOM, free_bytes, free_unused, share_of_rank
@@ -29,6 +30,7 @@ from pod.plan.solve import Curve, Floats, PackedCosts, solve
 from pod.tokenizer import load_tokenizer
 from pod.training.run.longer_context import extend
 from pod.training.run.mesh import planned_world_size
+from pod.training.run.start_model import model_config
 
 REPEATED_SEQUENCES = 2  # most sequences of repeated tokens
 CALIBRATION_SEQUENCES = 8  # most sequences of text on which constant sinks are calibrated
@@ -41,35 +43,47 @@ POSITIONS = ("rope", "max_position_embeddings")
 
 
 def windows_of(recipe: Any) -> dict[str, int]:
-    """The windows that the plan is made for.
+    """The tokens that a window holds in the plan: `num_sink_tokens` and `num_recent_tokens`.
 
-    These are the windows of the recipe. Where it names none, they are 16 and 4080 tokens, or 0 and 4096 for
-    vLLM.
+    These are the windows of the recipe. Where it names none, they hold 4,096 tokens: 16 and 4080 if first
+    tokens are stored (`sinks_of`), else 0 and 4096.
     """
-    if recipe.explore.target == "pod":
-        return recipe.model.windows()
-    return {"num_sink_tokens": 0, "num_recent_tokens": recipe.model.num_recent_tokens or 4096}
+    return replace(recipe.model, layout="auto", plan=None, sinks=sinks_of(recipe)).windows()
 
 
 def sinks_of(recipe: Any) -> str:
     """What stands for the first tokens in windows: ``tokens``, ``constant`` or ``none``.
 
-    For target=vllm it is ``constant``, unless the recipe says ``none``.
+    It is what the recipe says, in `sinks` or by a number of first tokens. If it says nothing, it is
+    ``constant``. Two cases take ``tokens`` then: plans without windows, and models that norm keys, whose
+    constants have no keys (see ``pod.modeling.model.sinks``).
 
     Raises:
         ValueError: stored first tokens with target=vllm.
     """
-    model = recipe.model
-    if recipe.explore.target == "pod":
-        stored = model.windows()["num_sink_tokens"]
-        return model.sinks or ("tokens" if stored else "none")
-    for name, value in (("num_sink_tokens", model.num_sink_tokens), ("sinks", model.sinks)):
-        if value and value not in ("constant", "none"):
-            raise ValueError(
-                f"model.{name} is {value} with explore.target=vllm, but vLLM's windows store no first "
-                "tokens: leave it out, or set explore.target=pod"
-            )
-    return model.sinks or "constant"
+    model, explore = recipe.model, recipe.explore
+    if explore.target == "vllm":
+        for name, value in (("num_sink_tokens", model.num_sink_tokens), ("sinks", model.sinks)):
+            if value and value not in ("constant", "none"):
+                raise ValueError(
+                    f"model.{name} is {value} with explore.target=vllm, but vLLM's windows store no first "
+                    "tokens: leave it out, or set explore.target=pod"
+                )
+        return model.sinks or "constant"
+    if model.sinks is not None:
+        return model.sinks
+    if model.num_sink_tokens is not None:
+        return "tokens" if model.num_sink_tokens else "none"
+    if "window" not in explore.roles or dense_config(recipe).qk_norm:
+        return "tokens"
+    return "constant"
+
+
+def dense_config(recipe: Any) -> PodConfig:
+    """The configuration of the recipe's model without a plan. ``ValueError`` if there is no such model."""
+    dense = replace(recipe.model, layout="dense", plan=None, sinks=None)
+    config, _ = model_config(dense, recipe.output_dir)
+    return config
 
 
 @dataclass(frozen=True)

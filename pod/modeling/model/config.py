@@ -63,7 +63,7 @@ class PodConfig(PreTrainedConfig):
             ``SharingPlan``. None = the original order. ``load_model`` permutes the weights and sets this
             field; setting it permutes nothing.
         num_sink_tokens, num_recent_tokens: ``n_s`` and ``n_r`` of the paper. The window includes the current
-            token. None = 16 and 4080, or 0 and 4096 for ``window``, which has no sinks. ``cla`` has no
+            token. None = 16 and 4080, or 0 and 4096 where no first tokens are stored. ``cla`` has no
             window.
         sinks: the kind of sinks in heads that keep the plan's windows, see ``SharingPlan``: ``tokens``,
             ``constant`` (then layers with such heads have parameters for them) or ``none``. None = ``tokens``
@@ -150,9 +150,10 @@ class PodConfig(PreTrainedConfig):
             self.head_dim = self.hidden_size // self.num_attention_heads
         if self.rope_parameters is None:
             self.rope_parameters = {"rope_type": "default", "rope_theta": 10000.0}
-        windows = (0, 4096) if self.layout == "window" else (16, 4080)
+        stores_none = self.layout == "window" or self.sinks in ("constant", "none")
+        windows = (0, 4096) if stores_none else (16, 4080)
         if self.num_sink_tokens is None:
-            self.num_sink_tokens = 0 if self.sinks in ("constant", "none") else windows[0]
+            self.num_sink_tokens = windows[0]
         if self.num_recent_tokens is None:
             self.num_recent_tokens = windows[1]
         if self.lead is None and self.layout == "cla":
