@@ -21,6 +21,7 @@ from pod.export.card import Origin, card
 from pod.export.licences import add_licences
 from pod.export.served import MARK, write_served
 from pod.files import atomic_dir, read_json, read_mapping, write_json
+from pod.modeling import model as modeling
 from pod.modeling.adapters import BASE, CONFIG_NAME
 from pod.modeling.loading import load_model
 from pod.modeling.model.config import PodConfig
@@ -130,7 +131,7 @@ def check_replaceable(path: Path, format: str = "hf") -> None:
         raise ValueError(
             f"{path} is an export of format {was}, so one of format {format} does not replace it: {way_out}"
         )
-    strangers = sorted(file.name for file in path.iterdir() if not _OF_EXPORT.fullmatch(file.name))
+    strangers = sorted(file.name for file in path.iterdir() if not _is_of_export(file.name))
     if strangers:
         raise ValueError(
             f"{path} is an earlier export, but has files that `pod export` did not write and would remove, "
@@ -225,11 +226,19 @@ _OF_EXPORT = re.compile(
     r"(adapter_)?model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json"
     r"|((generation_|pod_|adapter_|preprocessor_)?config|plan|tokenizer\w*|tekken|special_tokens_map"
     r"|added_tokens|vocab|chat_template)\.json"
-    r"|(merges|vocab)\.txt|additional_chat_templates|.+\.(py|jinja|model)|README\.md|__pycache__|\..+"
-    r"|(base_model-)?(LICEN[CS]E|NOTICE|COPYING|COPYRIGHT|USE_POLICY)\b.*|base_model-.*",
+    r"|(merges|vocab)\.txt|additional_chat_templates|.+\.(jinja|model)|README\.md|LICENSE|base_model-.*"
+    r"|__pycache__|\.cache|\.gitattributes|\.DS_Store|\.ipynb_checkpoints",
     re.IGNORECASE,
 )
-"""Names of files that an export writes, or that loading an export leaves in its folder."""
+"""Names of files that an export writes, or that tools leave in its folder. Code is in `_OF_CODE`."""
+_OF_CODE = frozenset(file.name for file in Path(modeling.__path__[0]).glob("*.py"))
+"""Names of the files of code that an export has beside its weights."""
+
+
+def _is_of_export(name: str) -> bool:
+    """Whether a file or folder of this name belongs to an export. A `.git` does not, for example."""
+    return name in _OF_CODE or _OF_EXPORT.fullmatch(name) is not None
+
 
 _ADAPTER_README = """# LoRA adapter for {base} under a sharing plan
 

@@ -103,7 +103,8 @@ def check_servable(config: PodConfig) -> None:
     """
     if config.layout == "cla":
         raise ValueError(
-            "layout = 'cla' shares keys and values between layers, which vLLM cannot: use export.format=hf"
+            "layout = 'cla' shares keys and values between layers, which the export for vLLM does not write: "
+            "use export.format=hf"
         )
     if config.sharing_plan.packs:
         raise ValueError(

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from pod.modeling.model.config import PodConfig
-from pod.modeling.placement import STYLES, as_device, missing_device, place
+from pod.modeling.placement import STYLES, as_device, missing_device, no_offloading, place
 
 PLACES = frozenset({"cache_dir", "gguf_file", "local_files_only", "revision", "token"})
 """Arguments that say where a checkpoint is, as ``from_pretrained`` of transformers takes them."""
@@ -100,7 +100,7 @@ def load_options(
     )
     device_map = given.get("device_map")
     max_memory = given.get("max_memory")
-    if max_memory is not None and not isinstance(device_map, str):
+    if max_memory is not None and not (isinstance(device_map, str) and device_map in STYLES):
         raise ValueError(
             "max_memory is for device_map = 'auto', 'balanced' or 'sequential': give one of them"
         )
@@ -192,6 +192,8 @@ def _device_of(device_map: Any) -> torch.device | None:
     asked: Any = next(iter(device_map.values()), None) if isinstance(device_map, Mapping) else device_map
     if asked is None:
         raise ValueError(f"device_map = {device_map!r} names no device: leave it out, or name one")
+    if asked == "disk":
+        raise ValueError(no_offloading("device_map names disk"))
     return _device("device_map", asked, f", one of {', '.join(STYLES)}, or devices by module")
 
 

@@ -349,7 +349,7 @@ def _given_capacities(max_memory: Mapping[Any, Any]) -> dict[torch.device, float
     for name, size in max_memory.items():
         device = _device(name, "max_memory")
         if device.type == "cpu" and len(max_memory) > 1:
-            raise ValueError(_no_offloading("max_memory names cpu beside other devices"))
+            raise ValueError(no_offloading("max_memory names cpu beside other devices"))
         if (num_bytes := _bytes_of(size)) is None:
             raise ValueError(f"max_memory[{name!r}] = {size!r} is no size: use bytes, or a text as '70GiB'")
         found[device] = num_bytes
@@ -389,7 +389,7 @@ def _device(asked: Any, what: str) -> torch.device:
         what: the argument that names the device, for messages.
     """
     if asked == "disk":
-        raise ValueError(_no_offloading(f"{what} names disk"))
+        raise ValueError(no_offloading(f"{what} names disk"))
     try:
         device = as_device(asked)
     except (RuntimeError, TypeError) as error:
@@ -402,7 +402,7 @@ def _device(asked: Any, what: str) -> torch.device:
     )
 
 
-def _no_offloading(what: str) -> str:
+def no_offloading(what: str) -> str:
     """The text of an error that ``what`` would offload weights."""
     return (
         f"{what}: nothing is offloaded to host memory or disk, where every pass would wait for weights; "
@@ -441,7 +441,7 @@ def _by_map(names: Sequence[str], asked: Mapping[str, Any], is_tied: bool) -> di
         found[name] = _device(asked[max(keys, key=len)], "device_map")
     for kind in sorted({device.type for device in found.values()} & {"cpu", "meta"}):
         if len(set(found.values())) > 1:
-            raise ValueError(_no_offloading(f"device_map names {kind} beside other devices"))
+            raise ValueError(no_offloading(f"device_map names {kind} beside other devices"))
     if is_tied and found[_HEAD] != found[_EMBEDDING]:
         raise ValueError(
             f"device_map puts {_HEAD} on {found[_HEAD]} and {_EMBEDDING} on {found[_EMBEDDING]}, "

@@ -30,9 +30,9 @@ from pod.plan.exploration import (
     Exploration,
     allowed,
     at_granularity,
-    counted_windows,
     for_target,
     packed_costs,
+    units_of_target,
 )
 from pod.plan.gradients import LOGIT_BYTES
 from pod.plan.layer_constants import measured_constants
@@ -232,8 +232,7 @@ def _solve(
 
     def units_of(frontier: Frontier | PackedFrontier) -> int:
         if pairs is None:
-            counted = counted_windows(explore, windows)
-            return frontier.units_for(explore.least_saving, explore.budget_tokens, **counted)
+            return units_of_target(frontier, explore, windows)
         units = math.ceil(pairs * frontier.pair_units - 1e-9)
         return frontier.cheapest(min(units, len(frontier.costs) - 1))
 

@@ -233,8 +233,31 @@ def check_model(config: Any, explore: ExploreArgs, windows: dict[str, int]) -> N
             frontier = packed_costs(explore, free, windows, config.head_dim).solve(None)
         else:
             frontier = solve(*allowed(explore, free))
-        counted = counted_windows(explore, windows)
-        for_target(frontier, explore).units_for(explore.least_saving, explore.budget_tokens, **counted)
+        units_of_target(for_target(frontier, explore), explore, windows)
+
+
+def units_of_target(frontier: Curve, explore: ExploreArgs, windows: dict[str, int]) -> int:
+    """The least number of units that saves explore.target_saving where the plan will run, or more.
+
+    Args:
+        frontier: the plans that are allowed there, see `for_target`.
+        windows: `num_sink_tokens` and `num_recent_tokens` of the plan.
+
+    Raises:
+        ValueError: the allowed roles do not reach this saving.
+    """
+    counted = counted_windows(explore, windows)
+    if explore.target == "vllm":
+        savings = frontier.savings_at(explore.budget_tokens, **counted)
+        if savings[-1] < explore.least_saving - 1e-6:
+            raise ValueError(
+                f"explore.target_saving is {explore.target_saving}, but at {explore.budget_tokens} tokens "
+                f"windows in all layers save {savings[-1]:.3f}: vLLM holds {sum(counted.values())} tokens of "
+                "each, those of two batches included. Choose a smaller saving, a larger "
+                "explore.budget_length, a smaller explore.engine_batch_tokens, or a smaller "
+                "model.num_recent_tokens"
+            )
+    return frontier.units_for(explore.least_saving, explore.budget_tokens, **counted)
 
 
 def counted_windows(explore: ExploreArgs, windows: dict[str, int]) -> dict[str, int]:

@@ -71,6 +71,12 @@ class Curve:
         """The number of saved units that costs least, among ``units`` and all larger numbers."""
         return units + int(self.costs[units:].argmin())
 
+    def savings_at(self, n: int, num_sink_tokens: int, num_recent_tokens: int) -> Floats:
+        """The share of the KV bytes of ``n`` tokens that each of the ``targets`` saves, in rising order."""
+        layers, heads = self.sizes
+        unit = max(0, n - num_sink_tokens - num_recent_tokens) / n / (self.pair_units * layers * heads)
+        return self.targets * unit
+
     def units_for(self, target_saving: float, n: int, num_sink_tokens: int, num_recent_tokens: int) -> int:
         """The least number of units that saves a share ``target_saving`` of the KV bytes, or more.
 
@@ -81,12 +87,9 @@ class Curve:
         Raises:
             ValueError: a saving that these roles do not reach at that length.
         """
-        layers, heads = self.sizes
-        unit = max(0, n - num_sink_tokens - num_recent_tokens) / n / (self.pair_units * layers * heads)
-        reachable = self.targets
-        least = reachable[0] * unit
-        most = reachable[-1] * unit
-        enough = reachable[reachable * unit >= target_saving - 1e-6]
+        savings = self.savings_at(n, num_sink_tokens, num_recent_tokens)
+        least, most = savings[0], savings[-1]
+        enough = self.targets[savings >= target_saving - 1e-6]
         if target_saving < 0 or not len(enough):
             raise ValueError(
                 f"explore.target_saving is {target_saving}, but the allowed roles save {least:.3f} to "

@@ -372,6 +372,8 @@ def test_what_is_said_twice_must_agree_and_what_is_not_known_is_named(tied):
         ({"device_map": "gpu"},
          "device_map = 'gpu' is no device: use a device, for example 'cuda:0', one of auto, balanced, seque"),
         ({"device_map": {}}, "device_map = {} names no device"),
+        ({"device_map": {"": "disk"}}, "device_map names disk: nothing is offloaded to host memory or disk"),
+        ({"device_map": "cpu", "max_memory": {"cpu": "1KiB"}}, "max_memory is for device_map = 'auto', "),
         ({"device": "gpu"}, "device = 'gpu' is no device: use a device, for example 'cuda:0' ("),
         ({"device": "cuda:7"}, "device names cuda:7, but this machine has "),
         ({"device_map": "cuda:7"}, "device_map names cuda:7, but this machine has "),

@@ -1,11 +1,14 @@
 """The solver against every table of roles."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
+from plan_costs_at_random import explore_args
 from plan_sums import sum_of_costs, units_of
 
+from pod.plan.exploration import units_of_target
 from pod.plan.solve import Role, solve, solve_table
 from pod.plan.together import Plans
 
@@ -133,6 +136,20 @@ def test_units_for_a_saving_at_a_length():
         solve(follow, None).units_for(0.375, 256, 16, 48)
     with pytest.raises(ValueError, match="save 0.000 to 0.000 of the bytes at 64"):
         frontier.units_for(0.1, 64, 16, 48)
+
+
+def test_a_saving_that_vllm_cannot_reach_names_what_the_recipe_says():
+    """Windows of 240 tokens count 4,336 with two batches of 2,048: half of 8,192 tokens cannot be saved."""
+    explore = explore_args(target="vllm", target_saving=0.5, budget_length=8192, sequence_length=2048)
+    frontier = solve(None, np.zeros((30, 1)))
+    windows = {"num_sink_tokens": 0, "num_recent_tokens": 240}
+    with pytest.raises(ValueError) as raised:
+        units_of_target(frontier, explore, windows)
+    assert str(raised.value).startswith(
+        "explore.target_saving is 0.5, but at 8192 tokens windows in all layers save 0.471: vLLM holds 4336"
+    )
+    assert "a smaller explore.engine_batch_tokens" in str(raised.value)
+    assert units_of_target(frontier, replace(explore, engine_batch_tokens=512), windows) == 18 * frontier.pair_units
 
 
 def test_a_saving_is_reached_or_refused_with_both_numbers():
