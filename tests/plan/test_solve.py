@@ -149,7 +149,8 @@ def test_a_saving_that_vllm_cannot_reach_names_what_the_recipe_says():
         "explore.target_saving is 0.5, but at 8192 tokens windows in all layers save 0.471: vLLM holds 4336"
     )
     assert "a smaller explore.engine_batch_tokens" in str(raised.value)
-    assert units_of_target(frontier, replace(explore, engine_batch_tokens=512), windows) == 18 * frontier.pair_units
+    smaller = replace(explore, engine_batch_tokens=512)
+    assert units_of_target(frontier, smaller, windows) == 18 * frontier.pair_units
 
 
 def test_a_saving_is_reached_or_refused_with_both_numbers():

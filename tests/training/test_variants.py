@@ -235,6 +235,13 @@ def test_stand_in_plan_saves_what_was_asked(layers, saving):
     assert max(sizes) - min(sizes) <= 1
 
 
+def test_stand_in_plan_of_whole_layers_has_windows_and_no_followers():
+    plan = stand_in_plan(30, 3, 0.5, windows_only=True)
+    assert (plan.num_leads, plan.num_followers, plan.num_windows) == (45, 0, 45)
+    assert plan.provenance["stand_in"]
+    assert stand_in_plan(4, 1, 0.26, windows_only=True).lead == ((0,), (1,), (None,), (None,))
+
+
 @pytest.mark.parametrize(("layers", "saving"), [(32, 0.65), (30, 0.5), (1, 0.4)])
 def test_stand_in_plan_shares_at_most_all_layers(layers, saving):
     assert stand_in_plan(layers, 3, saving).lead == ((0, 0, 0),) * layers

@@ -148,7 +148,9 @@ def estimate(recipe: Recipe, machine: Machine) -> str:
     """
     flash_version.choose(recipe.model.flash_attention)
     _, note = source_config(recipe.model)
-    config, plan = model_config(recipe.model, recipe.output_dir, recipe.explore.target_saving)
+    explore = recipe.explore
+    windows_only = explore.roles == ["window"] and explore.granularity == "layer"
+    config, plan = model_config(recipe.model, recipe.output_dir, explore.target_saving, windows_only)
     asked = length = recipe.data.context_length
     rows = None
     if (recipe.data_dir / "manifest.json").is_file():
@@ -160,10 +162,11 @@ def estimate(recipe: Recipe, machine: Machine) -> str:
     layout = choose_layout(recipe.train, shapes, plan.lead, length, machine)
     notes = [note] if note else []
     if plan.provenance.get("stand_in"):
+        windows, followers = plan.num_windows, plan.num_followers
+        others = f"{windows} keep their window" if windows_only else f"{followers} follow"
         notes.append(
             f"no plan yet: the estimate assumes that {plan.num_leads} (layer, KV head) pairs lead and "
-            f"{plan.num_followers} follow, which saves {plan.asymptotic_saving:.0%} of the keys and values "
-            "of distant tokens"
+            f"{others}, which saves {plan.asymptotic_saving:.0%} of the keys and values of distant tokens"
         )
     runs_here = torch.cuda.is_available() or not machine.has_gpu
     if runs_here:

@@ -1,6 +1,7 @@
 """The model that a run starts from: its plan and configuration."""
 
 import contextlib
+import math
 import os
 from functools import partial
 from pathlib import Path
@@ -114,13 +115,17 @@ def start_config(model_args: ModelArgs, plan: PlanOrFile, source: Any) -> PodCon
 
 
 def model_config(
-    model_args: ModelArgs, output_dir: Path | str, target_saving: float | None = None
+    model_args: ModelArgs,
+    output_dir: Path | str,
+    target_saving: float | None = None,
+    windows_only: bool = False,
 ) -> tuple[PodConfig, SharingPlan]:
     """Configuration and plan of the model as it will be trained, without its weights.
 
     Args:
         target_saving: when layout=pod has no plan yet, a `stand_in_plan` with this saving is taken; None =
             a missing plan is an error.
+        windows_only: whether that plan has windows in whole layers, as plans for engines do.
 
     Raises:
         ValueError: the model is unknown, it does not fit plan, layout or RoPE, or there is no plan.
@@ -130,7 +135,8 @@ def model_config(
     plan = SharingPlan.load(file) if file else None
     own = source.model_type == "pod" and not source.sharing_plan.is_dense
     if model_args.layout == "pod" and plan is None and not own and target_saving is not None:
-        plan = stand_in_plan(source.num_hidden_layers, source.num_key_value_heads, target_saving)
+        sizes = source.num_hidden_layers, source.num_key_value_heads
+        plan = stand_in_plan(*sizes, target_saving, windows_only)
     config = start_config(model_args, plan, source)
     # Nothing is downloaded for an estimate.
     if has_head_of_its_own(model_args, config, local_files_only=True):
@@ -138,19 +144,26 @@ def model_config(
     return config, plan or config.sharing_plan
 
 
-def stand_in_plan(num_layers: int, num_key_value_heads: int, saving: float) -> SharingPlan:
+def stand_in_plan(
+    num_layers: int, num_key_value_heads: int, saving: float, windows_only: bool = False
+) -> SharingPlan:
     """A plan for estimates: blocks of nearly equal size, the same for all heads.
 
-    Example: 4 layers and a saving of 0.25 give two blocks of two layers each.
+    Example: 4 layers and a saving of 0.25 give two blocks of two layers each. With ``windows_only``, one of
+    the four keeps its window.
 
     Args:
         saving: roughly the share of the bytes of distant tokens' keys and values that the plan saves. One
             block of all layers saves most, a little less than half; larger values give this block too.
     """
+    provenance = {"stand_in": True, "target_saving": saving}
+    if windows_only:
+        count = min(num_layers, math.ceil(saving * num_layers - 1e-6))
+        rows = [(layer if layer < num_layers - count else None,) for layer in range(num_layers)]
+        return SharingPlan(tuple(row * num_key_value_heads for row in rows), provenance=provenance)
     blocks = max(1, num_layers - round(2 * saving * num_layers))
     starts = [number * num_layers // blocks for number in range(blocks)]
     leads = [max(start for start in starts if start <= layer) for layer in range(num_layers)]
-    provenance = {"stand_in": True, "target_saving": saving}
     return SharingPlan(tuple((lead,) * num_key_value_heads for lead in leads), provenance)
 
 
