@@ -75,7 +75,7 @@ class Curve:
         """The share of the KV bytes of ``n`` tokens that each of the ``targets`` saves, in rising order."""
         layers, heads = self.sizes
         unit = max(0, n - num_sink_tokens - num_recent_tokens) / n / (self.pair_units * layers * heads)
-        return self.targets * unit
+        return (self.targets * unit).astype(np.float64)
 
     def units_for(self, target_saving: float, n: int, num_sink_tokens: int, num_recent_tokens: int) -> int:
         """The least number of units that saves a share ``target_saving`` of the KV bytes, or more.
