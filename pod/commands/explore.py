@@ -192,11 +192,12 @@ def estimate(recipe: Recipe) -> str:
     from pod.plan.exploration import check_model, dense_config, describe_cost, sinks_of, windows_of
 
     config = dense_config(recipe)
+    sinks = sinks_of(recipe)
     if not recipe.explore.heads:
         check_target(recipe, config)
-        check_model(config, recipe.explore, windows_of(recipe))
+        check_model(config, recipe.explore, windows_of(recipe, sinks))
     itemsize = getattr(torch, recipe.model.dtype).itemsize
-    return describe_cost(config, recipe.explore, sinks_of(recipe), itemsize)
+    return describe_cost(config, recipe.explore, sinks, itemsize)
 
 
 def check_target(recipe: Recipe, config: Any) -> None:

@@ -231,7 +231,7 @@ _OF_EXPORT = re.compile(
     re.IGNORECASE,
 )
 """Names of files that an export writes, or that tools leave in its folder. Code is in `_OF_CODE`."""
-_OF_CODE = frozenset(file.name for file in Path(modeling.__path__[0]).glob("*.py"))
+_OF_CODE = frozenset(file.name for file in Path(modeling.__path__[0]).glob("[!_]*.py"))
 """Names of the files of code that an export has beside its weights."""
 
 

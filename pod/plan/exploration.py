@@ -42,13 +42,16 @@ POSITIONS = ("rope", "max_position_embeddings")
 """Fields of section `model` that change which positions the model can read."""
 
 
-def windows_of(recipe: Any) -> dict[str, int]:
+def windows_of(recipe: Any, sinks: str) -> dict[str, int]:
     """The tokens that a window holds in the plan: `num_sink_tokens` and `num_recent_tokens`.
 
     These are the windows of the recipe. Where it names none, they hold 4,096 tokens: 16 and 4080 if first
-    tokens are stored (`sinks_of`), else 0 and 4096.
+    tokens are stored, else 0 and 4096.
+
+    Args:
+        sinks: what `sinks_of` says of the recipe.
     """
-    return replace(recipe.model, layout="auto", plan=None, sinks=sinks_of(recipe)).windows()
+    return replace(recipe.model, layout="auto", plan=None, sinks=sinks).windows()
 
 
 def sinks_of(recipe: Any) -> str:
@@ -131,7 +134,8 @@ class Exploration:
         }
         folder = resolve_model(model.path)
         sinks = sinks_of(recipe)
-        return cls(recipe.plan_dir, settings, folder, windows_of(recipe), explore, recipe.data_dir, sinks)
+        windows = windows_of(recipe, sinks)
+        return cls(recipe.plan_dir, settings, folder, windows, explore, recipe.data_dir, sinks)
 
     def load_model(self, plan: SharingPlan | None = None) -> PodForCausalLM:
         """Load the model on this rank's device, with the windows of the exploration.

@@ -356,15 +356,15 @@ class ExportArgs:
     """Type of the exported weights. auto = as trained, so that the logits are exactly the trained ones."""
 
     max_shard_size: str = "5GB"
-    """Size of the largest safetensors file: a whole number and KB, MB, GB or TB, for example 5GB."""
+    """Size of the largest safetensors file: a number and KB, MB, GB or TB, for example 5GB."""
 
     adapter: bool = False
     """Write only the LoRA adapters, a few MB in peft's format. false = the whole model with merged
     adapters."""
 
     def __post_init__(self) -> None:
-        if re.fullmatch(r"\d+ ?[KMGT]B", self.max_shard_size, re.IGNORECASE) is None:
+        if re.fullmatch(r"\d+(\.\d+)? ?[KMGT]B", self.max_shard_size, re.IGNORECASE) is None:
             raise ValueError(
-                f"max_shard_size is {self.max_shard_size!r}: give a whole number and KB, MB, GB or TB, for "
-                "example 5GB"
+                f"max_shard_size is {self.max_shard_size!r}: give a number and KB, MB, GB or TB, for example "
+                "5GB"
             )

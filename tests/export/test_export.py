@@ -26,6 +26,7 @@ from pod.export.licences import add_licences, own_licence
 from pod.files import write_json
 from pod.identity import content_of
 from pod.models import resolve_model
+from pod.recipe import load_recipe
 from pod.training.checkpoint.checkpoint_files import check_plan
 from pod.training.checkpoint.run_identity import TrainState
 
@@ -434,3 +435,14 @@ def test_a_dense_model_has_its_own_results_once(tmp_path):
     for _ in range(2):
         export(model, out, results=results)
     assert "| task | metric | PoD |\n" in read_card(out)[1]
+
+
+@pytest.mark.parametrize("size", ["5GB", "1.5gb", "200 MB"])
+def test_sizes_of_files(size):
+    assert load_recipe(None, [f"export.max_shard_size={size}"]).export.max_shard_size == size
+
+
+@pytest.mark.parametrize("size", ["big", "5", "5GiB", "GB", "-1GB"])
+def test_sizes_that_are_none_are_refused_before_the_work(size):
+    with pytest.raises(ValueError, match="max_shard_size is .*: give a number and KB, MB, GB or TB"):
+        load_recipe(None, [f"export.max_shard_size={size}"])

@@ -33,7 +33,7 @@ def recipe_of(*settings):
 def test_sinks_and_windows_of_a_recipe(settings, sinks, windows):
     recipe = recipe_of(*settings)
     assert sinks_of(recipe) == sinks
-    assert tuple(windows_of(recipe).values()) == windows
+    assert tuple(windows_of(recipe, sinks).values()) == windows
 
 
 def test_models_that_norm_keys_store_first_tokens(tmp_path):
@@ -46,9 +46,9 @@ def test_models_that_norm_keys_store_first_tokens(tmp_path):
         assert sinks_of(recipe) == ("tokens" if qk_norm else "constant")
         exploration = Exploration.of(recipe)
         assert exploration.sinks == sinks_of(recipe)
-        assert exploration.windows == windows_of(recipe)
+        assert exploration.windows == windows_of(recipe, exploration.sinks)
 
 
 def test_vllm_stores_no_first_tokens():
     with pytest.raises(ValueError, match="num_sink_tokens is 4 with explore.target=vllm"):
-        windows_of(recipe_of("explore.target=vllm", "model.num_sink_tokens=4"))
+        sinks_of(recipe_of("explore.target=vllm", "model.num_sink_tokens=4"))
