@@ -175,3 +175,9 @@ def test_impossible_windows_are_refused(sinks, recent):
 def test_a_saving_needs_windows():
     with pytest.raises(ValueError, match="does not record its windows: give num_sink_tokens"):
         pod.SharingPlan(LEAD).saving(100)
+
+
+@pytest.mark.parametrize("changes", [{"sinks": "none"}, {"sinks": "constant"}, {"layout": "window"}])
+def test_windows_without_stored_tokens_hold_as_many_tokens(changes):
+    """4,096, as 16 and 4080 do."""
+    assert windows_of(pod.PodConfig(**changes)) == {"num_sink_tokens": 0, "num_recent_tokens": 4096}
