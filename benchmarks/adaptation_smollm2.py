@@ -100,6 +100,8 @@ def rows() -> list[Row]:
         Row("narrow_80-distilled", "narrow_80", DISTILLED),
         Row("narrow_80-matched", "narrow_80", MATCHED),
         Row("narrow_85-matched", "narrow_85", MATCHED),
+        Row("constant_80-distilled", "constant_80", DISTILLED),
+        Row("constant_85-distilled", "constant_85", DISTILLED),
     ]
 
 
@@ -111,8 +113,9 @@ def write_recipe(row: Row) -> Path:
     recipe["output_dir"] = str(folder)
     if row.plan is not None:
         file = PLANS / f"{row.plan}.json"
-        measured = pod.SharingPlan.load(file).provenance
-        recipe["model"] |= {name: measured[name] for name in ("num_sink_tokens", "num_recent_tokens")}
+        plan = pod.SharingPlan.load(file)
+        recipe["model"] |= {name: getattr(plan, name) for name in ("num_sink_tokens", "num_recent_tokens")}
+        recipe["model"] |= {} if plan.sinks == "tokens" else {"sinks": plan.sinks}
         recipe["model"]["plan"] = str(file)
     else:
         recipe["model"]["layout"] = "dense"

