@@ -76,7 +76,9 @@ def write_models(folder: Path) -> list[list[int]]:
     return long_sequences(documents, TEXTS, LENGTH, 1).tolist()
 
 
-def start(python: str, folder: Path, engine: dict[str, Any], texts: list[list[int]]) -> tuple[int, list[float]]:
+def start(
+    python: str, folder: Path, engine: dict[str, Any], texts: list[list[int]]
+) -> tuple[int, list[float]]:
     """Start vLLM once. Returns the KV tokens that it says, and the loss of each text."""
     asked, answers = folder / "asked.json", folder / "losses.json"
     engine |= {"enforce_eager": True, "skip_tokenizer_init": True, "enable_prefix_caching": False}

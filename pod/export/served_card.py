@@ -12,6 +12,8 @@ VLLM, TRANSFORMERS, SGLANG = "0.32.0", "5.23.0", "0.5.23"
 PLUGIN = "pip install ./integrations/vllm"
 """How to install the plugin, in a clone of pod-kv."""
 
+EIGHT_BITS = "--kv-cache-dtype fp8 --kv-cache-dtype-skip-layers sliding_window"
+"""Options of vLLM for a cache in 8 bits, but for layers with windows (benchmarks/serving_fp8.py)."""
 
 BATCH_TOKENS = ExploreArgs.engine_batch_tokens
 """Tokens of prompts that vLLM reads at a time, in the card and in its command."""
@@ -81,8 +83,17 @@ def serving(config: PodConfig) -> str:
 
 
 def serving_limits(config: PodConfig) -> Iterator[str]:
-    """Sentences about what cannot load this folder: other engines, and `pod.load_model`."""
+    """Sentences about what harms this model in vLLM, and what cannot load the folder.
+
+    The last are other engines, and `pod.load_model`.
+    """
     target = target_of(config)
+    if config.sink_layers and config.sink_keys:
+        yield (
+            "In a cache of 8 bits the layers with a constant lose much, because its key moves all their keys. "
+            "They hold few tokens, so leave them in 16 bits: "
+            f"`{EIGHT_BITS}`."
+        )
     if target == GRANITE:
         yield (
             f"SGLang {SGLANG} has this architecture, but without biases in attention, "
