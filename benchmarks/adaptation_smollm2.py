@@ -59,6 +59,11 @@ DISTILLED: dict[str, Any] = {
 """Such a row is compared with the dense model as it is: distilled alike, that one would not change.
 
 Its steps have half the tokens and three times the rate, as those of plans_layers.py (LOG.md)."""
+SLOW: dict[str, Any] = DISTILLED | {"learning_rate": 1e-3}
+ALL_LAYERS: dict[str, Any] = SLOW | {
+    "lora_target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+}
+"""Adapters in the feed-forward parts too."""
 MATCHED: dict[str, Any] = DISTILLED | {"distill_attention": 10.0}
 """Each layer learns the output of the dense model's attention too."""
 
@@ -101,6 +106,9 @@ def rows() -> list[Row]:
         Row("narrow_80-matched", "narrow_80", MATCHED),
         Row("narrow_85-matched", "narrow_85", MATCHED),
         Row("constant_80-distilled", "constant_80", DISTILLED),
+        Row("constant_80-copies-distilled", "constant_80", DISTILLED, text="copies"),
+        Row("constant_80-slow-distilled", "constant_80", SLOW),
+        Row("constant_80-all-distilled", "constant_80", ALL_LAYERS),
         Row("constant_85-distilled", "constant_85", DISTILLED),
     ]
 

@@ -10,9 +10,9 @@ The figures are perplexity, passkeys and bytes held.
     python launch/explore.py --config configs/plans_smollm2.yaml --set output_dir=runs/plans_smollm2/narrow \
         --set model.num_recent_tokens=112 --set explore.loss_sequences=0
     # once: the same with constants for the first tokens
-    python launch/explore.py --config configs/plans_smollm2.yaml --set output_dir=runs/plans_smollm2/constant \
-        --set model.num_sink_tokens=0 --set model.num_recent_tokens=128 --set model.sinks=constant \
-        --set explore.loss_sequences=0
+    python launch/explore.py --config configs/plans_smollm2.yaml \
+        --set output_dir=runs/plans_smollm2/constant --set model.num_sink_tokens=0 \
+        --set model.num_recent_tokens=128 --set model.sinks=constant --set explore.loss_sequences=0
     # once: retrieval heads for razor
     python launch/explore.py --config configs/plans_smollm2.yaml --heads
     # plans of every kind and saving from these costs
@@ -65,7 +65,7 @@ SETTINGS = {
         "model.sinks=constant",
     ],
 }
-"""What differs in the recipe from which a kind of plans has its costs."""
+"""Changes of the recipe, for each kind of plan that has its own costs."""
 ADAPTED = ROOT / "runs" / "adaptation_smollm2"
 ALL = "plans_smollm2"
 SIZES = Sizes()

@@ -4,18 +4,18 @@
     POD_VLLM_PYTHON=.venv-vllm/bin/python python benchmarks/serving_fp8.py
 
 SmolLM2-135M, dense and under a plan that `pod explore --target vllm` made (windows of 256 tokens and constant
-sinks in 15 of 30 layers), with vLLM's cache in 16 bits, in fp8, and in fp8 but for the layers with windows
+sinks in 15 of 30 layers), with vLLM's cache as it is, in fp8, and in fp8 but for the layers with windows
 (`--kv-cache-dtype-skip-layers sliding_window`). vLLM has an environment of its own (docs/serving.md).
 
-Capacity is what vLLM says when it starts in bfloat16. The loss is computed in float32, so that only the cache
-is in 8 bits: nats per token of the second half of TEXTS held-out texts, and the difference from the dense
-model with an exact cache (95 %, paired over texts).
+Capacity is what vLLM says when it starts in bfloat16, for requests of 8,192 tokens and 512 prompt tokens in a
+batch. The loss is computed in float32, so that only the cache is in 8 bits: nats per token of the second half
+of TEXTS held-out texts, and the difference from the dense model with a cache in float32 (95 %, paired over
+texts).
 """
 
 import argparse
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from plans_layers import plans_of, text_of
+from serving_cpu import SAID, vllm_version
 
 import pod
 from pod.data import held_out_documents, long_sequences
@@ -36,6 +37,7 @@ from pod.models import resolve_model
 RESULTS = Path(__file__).parent / "results" / "serving_fp8.json"
 PLAN = "layers_constant_50.json"
 TEXTS, LENGTH = 16, 1024
+SIZES = {"max_model_len": 8192, "max_num_batched_tokens": 512}
 ROWS = (
     ("dense", "dense", "auto", False),
     ("dense, fp8", "dense", "fp8", False),
@@ -44,7 +46,6 @@ ROWS = (
     ("15 of 30 layers, fp8 everywhere", "plan", "fp8", False),
 )
 """Name, model, number format of the cache, and whether layers with windows stay in the model's format."""
-SAID = re.compile(r"KV cache size: ([\d,]+) tokens")
 WORKER = """
 import json, sys
 from vllm import LLM, SamplingParams
@@ -81,8 +82,7 @@ def start(
 ) -> tuple[int, list[float]]:
     """Start vLLM once. Returns the KV tokens that it says, and the loss of each text."""
     asked, answers = folder / "asked.json", folder / "losses.json"
-    engine |= {"enforce_eager": True, "skip_tokenizer_init": True, "enable_prefix_caching": False}
-    engine |= {"max_model_len": 8192, "max_num_batched_tokens": 512}
+    engine |= SIZES | {"enforce_eager": True, "skip_tokenizer_init": True, "enable_prefix_caching": False}
     asked.write_text(json.dumps({"engine": engine, "texts": texts}))
     variables = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     variables |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
@@ -118,7 +118,8 @@ def main() -> None:
             more = mean([own - dense for own, dense in zip(losses, found[0]["losses"], strict=True)])
             entry["loss_more"] = {"mean": more.value, "interval": more.interval}
             print(f"{row}: {held:,} tokens, {entry['of_dense']:.2f}x, {entry['loss_more']}", flush=True)
-    result = {"schema": 1, "benchmark": "serving_fp8", "environment": environment()}
+    result = {"schema": 1, "benchmark": "serving_fp8", "environment": environment(), **SIZES}
+    result |= {"vllm, torch, transformers there": vllm_version(python)}
     write_json(RESULTS, result | {"texts": TEXTS, "tokens": LENGTH, "plan": PLAN, "rows": found})
 
 

@@ -83,16 +83,16 @@ def serving(config: PodConfig) -> str:
 
 
 def serving_limits(config: PodConfig) -> Iterator[str]:
-    """Sentences about what harms this model in vLLM, and what cannot load the folder.
+    """Sentences about an 8-bit cache, and about what cannot load this folder.
 
-    The last are other engines, and `pod.load_model`.
+    Other engines cannot, nor can `pod.load_model`.
     """
     target = target_of(config)
-    if config.sink_layers and config.sink_keys:
+    if config.sink_layers and None in windows_of_layers(config):
         yield (
-            "In a cache of 8 bits the layers with a constant lose much, because its key moves all their keys. "
-            "They hold few tokens, so leave them in 16 bits: "
-            f"`{EIGHT_BITS}`."
+            "An 8-bit cache harms layers with a constant, which moves all their keys and values (measured "
+            "with SmolLM2-135M on a CPU). They hold few tokens, so leave them out of it: "
+            f"`{EIGHT_BITS}`. On GPUs this needs compute capability 8.9 or more."
         )
     if target == GRANITE:
         yield (
