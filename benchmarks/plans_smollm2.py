@@ -30,8 +30,10 @@ model that was trained on the same tokens. That of distilled models is to the de
 """
 
 import argparse
+import json
 from dataclasses import asdict, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -195,6 +197,8 @@ def assemble(name: str) -> None:
     trained = dense.get("adapted dense", dense["dense"])
     lines = table_head(SIZES)
     for x in measured:
+        if (divergence := last_divergence(x["name"])) is not None:
+            x["divergence_of_last_steps"] = divergence
         is_trained = x["name"].startswith("adapted") and not x["name"].endswith(("-distilled", "-matched"))
         start = trained if is_trained else dense["dense"]
         lines.append(table_line(x, start))
@@ -211,6 +215,16 @@ def assemble(name: str) -> None:
     if name == ALL:
         draw(measured)
     print("\n".join(lines))
+
+
+def last_divergence(name: str) -> float | None:
+    """Nats per token in the last 8 steps of a row that was distilled here; None = it was not."""
+    metrics = ADAPTED / name.removeprefix("adapted ") / "metrics.jsonl"
+    if not name.startswith("adapted ") or not metrics.is_file():
+        return None
+    steps = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+    found = [step["divergence"] for step in steps if "divergence" in step]
+    return fmean(found[-8:]) if found else None
 
 
 def restore(table: Path) -> None:
