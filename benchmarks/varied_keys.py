@@ -40,6 +40,8 @@ LENGTH, PROMPTS = 2048, 40
 PAIRS = (
     ("plan narrow_80", "razor+int4 narrow 20%"),
     ("adapted narrow_80-matched", "razor+int4 narrow 20%"),
+    ("plan constant_80", "razor+int4 narrow 20%"),
+    ("adapted constant_80-slow-distilled", "razor+int4 narrow 20%"),
     ("plan narrow_85", "razor+int4 narrow 15%"),
     ("adapted narrow_85-matched", "razor+int4 narrow 15%"),
     ("layers 50 sinks constant", "heads 50 sinks tokens"),
