@@ -60,7 +60,8 @@ DISTILLED: dict[str, Any] = {
 
 Its steps have half the tokens and three times the rate, as those of plans_layers.py (LOG.md)."""
 SLOW: dict[str, Any] = DISTILLED | {"learning_rate": 1e-3}
-ALL_LAYERS: dict[str, Any] = SLOW | {
+"""The rate of rows that learn from labels."""
+SLOW_EVERYWHERE: dict[str, Any] = SLOW | {
     "lora_target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 }
 """Adapters in the feed-forward parts too."""
@@ -108,8 +109,7 @@ def rows() -> list[Row]:
         Row("constant_80-distilled", "constant_80", DISTILLED),
         Row("constant_80-copies-distilled", "constant_80", DISTILLED, text="copies"),
         Row("constant_80-slow-distilled", "constant_80", SLOW),
-        Row("constant_80-all-distilled", "constant_80", ALL_LAYERS),
-        Row("constant_85-distilled", "constant_85", DISTILLED),
+        Row("constant_80-all-distilled", "constant_80", SLOW_EVERYWHERE),
     ]
 
 

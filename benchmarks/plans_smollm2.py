@@ -95,7 +95,7 @@ KINDS: dict[str, tuple[dict[str, Any], tuple[float, ...]]] = {
     "aligned": ({"roles": ["follow"]}, (0.35, 0.4)),
     "retrieval": ({"retrieval_weight": 2.0}, (0.4, 0.5, 0.6)),
     "narrow": ({"bits": [16, 4]}, (0.67, 0.8, 0.85, 0.9)),
-    "constant": ({"bits": [16, 4]}, (0.67, 0.8, 0.85, 0.875, 0.9)),
+    "constant": ({"bits": [16, 4]}, (0.67, 0.8, 0.85)),
     "windows": ({"roles": ["window"], "align_heads": False}, (0.5, 0.63)),
 }
 """Kinds of plans: what differs in the recipe's explore section, and savings at LENGTH tokens.

@@ -128,6 +128,20 @@ def theory(count: int, cache_mib: int) -> float:
     return cache.requests(cache_mib << 20, MODEL_TOKENS) * MODEL_TOKENS
 
 
+def run_vllm(command: list[str]) -> int:
+    """Run a script that starts vLLM once, in vLLM's environment. Returns the KV tokens that vLLM says.
+
+    Raises:
+        RuntimeError: it failed, with the end of what it printed.
+    """
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | QUIET
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    said = SAID.search(done.stdout + done.stderr)
+    if done.returncode or said is None:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{(done.stdout + done.stderr)[-3000:]}")
+    return int(said[1].replace(",", ""))
+
+
 def throughput(python: str, model: Path, load: Load) -> dict[str, Any]:
     """One run of `vllm bench throughput`.
 
@@ -145,15 +159,11 @@ def throughput(python: str, model: Path, load: Load) -> dict[str, Any]:
             *("--random-input-len", str(load.prompt_tokens), "--random-output-len", str(load.new_tokens)),
             *("--output-json", str(result)),
         ]
-        environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | QUIET
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        said = SAID.search(done.stdout + done.stderr)
-        if done.returncode or said is None:
-            raise RuntimeError(f"{' '.join(command)} failed:\n{(done.stdout + done.stderr)[-3000:]}")
+        kv_tokens = run_vllm(command)
         found = json.loads(result.read_text())
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return {"kv_tokens": int(said[1].replace(",", "")), "processor_seconds": used, **found}
+    return {"kv_tokens": kv_tokens, "processor_seconds": used, **found}
 
 
 def capacity(python: str, folders: dict[str, Path]) -> list[dict[str, Any]]:

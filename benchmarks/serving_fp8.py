@@ -16,7 +16,6 @@ texts).
 import argparse
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -24,7 +23,7 @@ from typing import Any
 
 import torch
 from plans_layers import plans_of, text_of
-from serving_cpu import SAID, vllm_version
+from serving_cpu import BATCH_TOKENS, CAPACITY_MIB, MODEL_TOKENS, run_vllm, vllm_version
 
 import pod
 from pod.data import held_out_documents, long_sequences
@@ -37,7 +36,7 @@ from pod.models import resolve_model
 RESULTS = Path(__file__).parent / "results" / "serving_fp8.json"
 PLAN = "layers_constant_50.json"
 TEXTS, LENGTH = 16, 1024
-SIZES = {"max_model_len": 8192, "max_num_batched_tokens": 512}
+SIZES = {"max_model_len": MODEL_TOKENS, "max_num_batched_tokens": BATCH_TOKENS}
 ROWS = (
     ("dense", "dense", "auto", False),
     ("dense, fp8", "dense", "fp8", False),
@@ -83,16 +82,10 @@ def start(
     """Start vLLM once. Returns the KV tokens that it says, and the loss of each text."""
     asked, answers = folder / "asked.json", folder / "losses.json"
     engine |= SIZES | {"enforce_eager": True, "skip_tokenizer_init": True, "enable_prefix_caching": False}
+    engine |= {"kv_cache_memory_bytes": CAPACITY_MIB << 20}
     asked.write_text(json.dumps({"engine": engine, "texts": texts}))
-    variables = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    variables |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    variables |= {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
-    command = [python, "-c", WORKER, str(asked), str(answers)]
-    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
-    said = SAID.search(done.stdout + done.stderr)
-    if done.returncode or said is None:
-        raise RuntimeError(f"vLLM failed with {engine}:\n{(done.stdout + done.stderr)[-3000:]}")
-    return int(said[1].replace(",", "")), json.loads(answers.read_text())
+    held = run_vllm([python, "-c", WORKER, str(asked), str(answers)])
+    return held, json.loads(answers.read_text())
 
 
 def main() -> None:

@@ -229,6 +229,12 @@ def test_the_card_says_who_serves_it_and_how(tmp_path):
     assert "library_name: vllm" in own and "library_name: transformers" in stock
 
 
+def test_a_card_offers_no_8_bit_cache_where_no_layer_would_have_it(tmp_path):
+    export(make_model(sinks="constant", lead=[[None, None]] * 4), tmp_path / "out", format="vllm")
+    card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+    assert "every token in 0 of 4 layers" in card and "--kv-cache-dtype" not in card
+
+
 def test_the_card_has_the_bytes_that_vllm_holds(tmp_path):
     """Two of four layers have windows of 16 tokens; blocks hold 16 tokens of a group of two layers."""
     model = make_model(max_position_embeddings=4096)
