@@ -1,19 +1,17 @@
-"""Adaptation of plans on SmolLM2-135M with the same tokens.
-
-Compared are ways to train, plans of every kind, and text that asks for distant tokens.
+"""Ways to train plans of SmolLM2-135M on the same tokens.
 
     # once: the plans (see there for what comes before)
-    python benchmarks/plans_smollm2.py --plans
+    python benchmarks/plans_by_bytes.py --model smollm2 --plans
     # train and export every row; a finished row is kept
     OMP_NUM_THREADS=1 python benchmarks/adaptation_smollm2.py
     # judge them as every other plan and method
-    OMP_NUM_THREADS=1 python benchmarks/plans_smollm2.py --only adapted
-    python benchmarks/plans_smollm2.py --assemble
+    OMP_NUM_THREADS=1 python benchmarks/plans_by_bytes.py --model smollm2 --only "adapted*"
+    python benchmarks/plans_by_bytes.py --assemble
 
-Every row trains STEPS steps of ROWS packed rows through `launch/train_pod.py`, in the same order (seed 0),
-and leaves runs/adaptation_smollm2/<row>/export. A distilled row sees the same packed rows, one a step. The
-text with copies is the same rows, in which later spans are replaced by copies of earlier ones that lie behind
-every window: which tokens teach a model to look far back is one of the questions.
+Every row trains so many steps of one packed row through `launch/train_pod.py`, in the same order (seed 0),
+and leaves runs/adaptation_smollm2/<row>/export. The text with copies is the same rows, in which later spans
+are replaced by copies of earlier ones that lie behind every window: which tokens teach a model to look far
+back is one of the questions.
 """
 
 import argparse
@@ -34,38 +32,32 @@ from pod.data import PackedDataset, write_packed_rows
 from pod.files import write_json
 
 ROOT = Path(__file__).parents[1]
-WORK, PLANS = ROOT / "runs" / "adaptation_smollm2", ROOT / "runs" / "plans_smollm2" / "plan"
-CONTEXT, STEPS, ROWS = 2048, 32, 2
+WORK = ROOT / "runs" / "adaptation_smollm2"
+OF_PLANS = ROOT / "runs" / "plans_by_bytes" / "smollm2-2048"
+"""Where plans_by_bytes.py has its plans and its text."""
+STEPS = 64
 COPIED, FAR = 96, 384  # tokens of a copied span, and least distance between its end and its copy
 TRAIN: dict[str, Any] = {
+    "distill": 1.0,
     "max_steps": STEPS,
-    "gradient_accumulation_steps": ROWS,
+    "gradient_accumulation_steps": 1,
     "dtype": "bfloat16",
     "gradient_checkpointing": "none",
     "method": "lora",
-    "learning_rate": 1e-3,
+    "learning_rate": 3e-3,
     "warmup_ratio": 4 / STEPS,
     "save_every_steps": 0,
     "keep_last": 1,
 }
-FULL: dict[str, Any] = {"method": "full", "learning_rate": 5e-5}
-DISTILLED: dict[str, Any] = {
-    "distill": 1.0,
-    "learning_rate": 3e-3,
-    "max_steps": STEPS * ROWS,
-    "gradient_accumulation_steps": 1,
-    "warmup_ratio": 4 / (STEPS * ROWS),
-}
-"""Such a row is compared with the dense model as it is: distilled alike, that one would not change.
-
-Its steps have half the tokens and three times the rate, as those of plans_layers.py (LOG.md)."""
-SLOW: dict[str, Any] = DISTILLED | {"learning_rate": 1e-3}
-"""The rate of rows that learn from labels."""
+"""Distilled rows are compared with the dense model as it is: distilled alike, that one would not change."""
+LABELS: dict[str, Any] = {"distill": 0.0, "learning_rate": 1e-3}
+"""Such rows learn from the text itself, and are compared with the dense model trained alike."""
+SLOW: dict[str, Any] = {"learning_rate": 1e-3}
 SLOW_EVERYWHERE: dict[str, Any] = SLOW | {
     "lora_target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 }
 """Adapters in the feed-forward parts too."""
-MATCHED: dict[str, Any] = DISTILLED | {"distill_attention": 10.0}
+MATCHED: dict[str, Any] = {"distill_attention": 10.0}
 """Each layer learns the output of the dense model's attention too."""
 
 
@@ -75,7 +67,7 @@ class Row:
 
     Attributes:
         name: its folder.
-        plan: name of a plan of plans_smollm2.py; None = dense.
+        plan: stem of a plan's file, as plans_by_bytes.py names it; None = dense.
         train: what differs from TRAIN.
         text: ``plain`` or ``copies``.
     """
@@ -87,29 +79,17 @@ class Row:
 
 
 def rows() -> list[Row]:
-    """The most telling first."""
     return [
-        Row("dense"),
-        Row("roles_50", "roles_50"),
-        Row("roles_50-copies", "roles_50", text="copies"),
-        Row("bits_67", "bits_67"),
-        Row("aligned_40", "aligned_40"),
-        Row("sharing_40", "sharing_40"),
-        Row("bits_80", "bits_80"),
-        Row("narrow_85", "narrow_85"),
-        Row("bits_50", "bits_50"),
-        Row("roles_67", "roles_67"),
-        Row("aligned_35", "aligned_35"),
-        Row("sharing_35", "sharing_35"),
-        Row("dense-full", None, FULL),
-        Row("roles_50-full", "roles_50", FULL),
-        Row("narrow_80-distilled", "narrow_80", DISTILLED),
-        Row("narrow_80-matched", "narrow_80", MATCHED),
-        Row("narrow_85-matched", "narrow_85", MATCHED),
-        Row("constant_80-distilled", "constant_80", DISTILLED),
-        Row("constant_80-copies-distilled", "constant_80", DISTILLED, text="copies"),
-        Row("constant_80-slow-distilled", "constant_80", SLOW),
-        Row("constant_80-all-distilled", "constant_80", SLOW_EVERYWHERE),
+        Row("dense", None, LABELS),
+        Row("33-labels", "plan_33", LABELS),
+        Row("stored_20-distilled", "plan_stored_20"),
+        Row("stored_20-matched", "plan_stored_20", MATCHED),
+        Row("stored_15-matched", "plan_stored_15", MATCHED),
+        Row("20-distilled", "plan_20"),
+        Row("20-copies-distilled", "plan_20", text="copies"),
+        Row("20-slow-distilled", "plan_20", SLOW),
+        Row("20-all-distilled", "plan_20", SLOW_EVERYWHERE),
+        Row("retrieval_16_20-slow-distilled", "plan_retrieval_16_20", SLOW),
     ]
 
 
@@ -120,7 +100,7 @@ def write_recipe(row: Row) -> Path:
     recipe = yaml.safe_load((ROOT / "configs" / "plans_smollm2.yaml").read_text(encoding="utf-8"))
     recipe["output_dir"] = str(folder)
     if row.plan is not None:
-        file = PLANS / f"{row.plan}.json"
+        file = OF_PLANS / "plans" / f"{row.plan}.json"
         plan = pod.SharingPlan.load(file)
         recipe["model"] |= {name: getattr(plan, name) for name in ("num_sink_tokens", "num_recent_tokens")}
         recipe["model"] |= {} if plan.sinks == "tokens" else {"sinks": plan.sinks}
@@ -149,7 +129,7 @@ def prepared(row: Row) -> None:
         if row.text == "plain":
             # Those whose held-out text judges the plans: none of it is trained on.
             data.parent.mkdir(parents=True, exist_ok=True)
-            data.symlink_to(PLANS.parent / "data")
+            data.symlink_to(OF_PLANS / "data")
         else:
             prepared(Row("plain"))
             write_copies(PackedDataset(WORK / "plain" / "data"), data)

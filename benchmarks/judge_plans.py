@@ -1,6 +1,6 @@
 """Judge plans and methods on one model: perplexity and passkeys behind a compressed prompt, and bytes held.
 
-`plans_smollm2.py` and `plans_layers.py` say which rows there are. This file measures them. Perplexity: the
+`plans_by_bytes.py` and `plans_layers.py` say which rows there are. This file measures them. Perplexity: the
 last `scored` tokens of held-out texts, decoded one by one from the compressed cache. Passkeys: the text is
 read and compressed first, and the question comes then. The figures of a row are kept in a file of their own,
 so that a run that was stopped goes on.

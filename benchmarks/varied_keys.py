@@ -1,9 +1,9 @@
 """Numbers that stand far back, in prompts that all differ: what passkeys of one wording cannot tell.
 
-    OMP_NUM_THREADS=1 python benchmarks/varied_keys.py --only "dense,plan narrow_80,razor+int4 narrow 20"
+    OMP_NUM_THREADS=1 python benchmarks/varied_keys.py --only "dense,plan 20,razor+int4 20"
     python benchmarks/varied_keys.py --assemble        # writes results/varied_keys_smollm2.json and .md
 
-All passkeys of `plans_smollm2.py` have the same filler and the same question. So the first token of the
+All passkeys of `plans_by_bytes.py` have the same filler and the same question. So the first token of the
 answer is one decision, made fifty times: if it is close, a plan finds nearly all of them or nearly none.
 Here are two kinds of prompts of 2,048 tokens, `PROMPTS` of each:
 
@@ -11,20 +11,21 @@ Here are two kinds of prompts of 2,048 tokens, `PROMPTS` of each:
 * `essays`: one number of a city in Paul Graham's essays, as in the task niah.
 
 No fact is worded as in `pod/plan/needles.py`, by which `pod explore` prices retrieval. The text is read and
-compressed first, and the question comes then. Rows are those of `plans_smollm2.py`, and SmolLM2's plans of
-`plans_layers.py`; a row takes five to ten minutes on one core. Figures are kept in runs/plans_smollm2/keys/.
+compressed first, and the question comes then. Rows are those of `plans_by_bytes.py`, and SmolLM2's plans of
+`plans_layers.py`; a row takes five to ten minutes on one core. Figures are kept in runs/plans_by_bytes/.
 """
 
 import argparse
 import itertools
 import random
 from dataclasses import replace
+from fnmatch import fnmatch
 from typing import Any
 
 import plans_layers
 import torch
 from judge_plans import Bench, Found, Row, Sizes, keep_committed, kept_at, key_cell, read_kept
-from plans_smollm2 import DTYPE, PLANS, RESULTS, ROOT, rows
+from plans_by_bytes import CASES, DTYPE, RESULT, ROOT, recipe_of, rows
 
 from pod.eval.statistics.confidence import mcnemar
 from pod.eval.suites.haystack import Frame, load_sentences
@@ -32,20 +33,22 @@ from pod.eval.tasks import niah
 from pod.eval.tasks.passkey import TASK, PasskeyPrompt
 from pod.files import atomic_write_text, read_json, write_json
 from pod.measure.machine import environment
-from pod.recipe import load_recipe
 
-KEPT = ROOT / "runs" / "plans_smollm2" / "keys"
-OUT = RESULTS / "varied_keys_smollm2.json"
+CASE = CASES["smollm2-2048"]
+KEPT = CASE.folder / "keys"
+OUT = RESULT.with_name("varied_keys_smollm2.json")
 LENGTH, PROMPTS = 2048, 40
 PAIRS = (
-    ("plan narrow_80", "razor+int4 narrow 20%"),
-    ("adapted narrow_80-matched", "razor+int4 narrow 20%"),
-    ("plan constant_80", "razor+int4 narrow 20%"),
-    ("adapted constant_80-slow-distilled", "razor+int4 narrow 20%"),
-    ("plan narrow_85", "razor+int4 narrow 15%"),
-    ("adapted narrow_85-matched", "razor+int4 narrow 15%"),
+    ("plan stored 20", "razor+int4 20"),
+    ("adapted stored_20-matched", "razor+int4 20"),
+    ("plan 20", "razor+int4 20"),
+    ("plan retrieval_16 20", "razor+int4 20"),
+    ("plan retrieval_16 20", "plan 20"),
+    ("adapted 20-slow-distilled", "razor+int4 20"),
+    ("plan stored 15", "razor+int4 15"),
+    ("adapted stored_15-matched", "razor+int4 15"),
     ("layers 50 sinks constant", "heads 50 sinks tokens"),
-    ("layers 50 sinks constant", "razor 50%"),
+    ("layers 50 sinks constant", "razor 50, windows of 256"),
 )
 """Rows that are compared prompt by prompt. They hold equal bytes, but for the last pair: 56.6 and 50.8 %."""
 FILLERS = (
@@ -112,14 +115,13 @@ KINDS = {"repeated": repeated_prompts, "essays": essay_prompts}
 
 
 def all_rows() -> list[Row]:
-    """The rows of `plans_smollm2.py`, and the plans of `plans_layers.py`.
-
-    Its dense model and RazorAttention are left out: the first table has rows of their names.
-    """
+    """The rows of `plans_by_bytes.py`, and the plans and RazorAttention of `plans_layers.py`."""
     folder = plans_layers.plans_of("smollm2")
-    found = rows()
+    found = rows(CASE)
     for row in plans_layers.rows("smollm2"):
-        if row.spec == "pod":
+        if row.spec == "razor":
+            found.append(replace(row, name=f"{row.name}, windows of 256"))
+        elif row.spec == "pod":
             found.append(row if row.plan is None else replace(row, plan=str(folder / row.plan)))
     return found
 
@@ -172,19 +174,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", default="", help="beginnings of names, comma-separated")
+    parser.add_argument("--only", default="", help="names of rows, comma-separated; a* is what begins with a")
     parser.add_argument("--assemble", action="store_true", help="write the tables of what is measured")
     given = parser.parse_args()
     if given.assemble:
         assemble()
         return
-    names = tuple(name for name in given.only.split(",") if name)
-    wanted = [row for row in all_rows() if not names or row.name.startswith(names)]
+    names = [name for name in given.only.split(",") if name]
+    wanted = [row for row in all_rows() if not names or any(fnmatch(row.name, name) for name in names)]
     missing = [row for row in wanted if not kept_at(KEPT, row.name).is_file()]
     if not missing:
         return
-    recipe = load_recipe(ROOT / "configs" / "plans_smollm2.yaml")
-    bench = Bench(recipe, PLANS, DTYPE, Sizes(key_lengths=()))
+    bench = Bench(recipe_of(CASE, "constant"), CASE.folder / "plans", DTYPE, Sizes(key_lengths=()))
     prompts = {kind: make(bench.tokenizer) for kind, make in KINDS.items()}
     KEPT.mkdir(parents=True, exist_ok=True)
     for row in missing:

@@ -67,8 +67,8 @@ class ExploreArgs:
     are measured too. 0 = text only."""
 
     retrieval_weight: NonNegativeFloat = 0.5
-    """With nats: weight of the cost of retrieval, relative to the cost on text. 0.5 = as if every second
-    token had to be retrieved."""
+    """With nats: how many tokens of text a token of a retrieved answer weighs in the cost of a plan.
+    Higher = more heads that retrieve, fewer that serve text. 0 = text only."""
 
     rounds: NonNegativeInt = 1
     """With nats and windows: how often windows are measured again where the plan has them, and exchanged for

@@ -39,6 +39,7 @@ from pod.modeling.model.sink_constants import SinkConstants
 from pod.modeling.model.sinks import Sink, add_sink
 from pod.plan.costs import NOT_FINITE
 from pod.plan.layer_constants import LayerConstants
+from pod.plan.plan_progress import counter
 from pod.plan.recording import (
     AttentionInputs,
     logits_of,
@@ -343,10 +344,14 @@ def find_sinks(model: PodForCausalLM, sequences: Sequence[Tensor], num_queries: 
         ValueError: as in `window_queries`; or the model gives values that are not finite.
     """
     keys = first_keys(model, sequences)
-    with_keys = _fitted_with(model, sequences, num_queries, keys)
-    if all(key is None for key in keys):
-        return [constants for constants, _ in with_keys]
-    without = _fitted_with(model, sequences, num_queries, [None] * len(keys))
+    no_keys = [None] * len(keys)
+    have_keys = any(key is not None for key in keys)
+    readings = 2 if have_keys else 1
+    with counter("constants", readings * (len(sequences) + len(keys))) as bar:
+        with_keys = _fitted_with(model, sequences, num_queries, keys, bar)
+        if not have_keys:
+            return [constants for constants, _ in with_keys]
+        without = _fitted_with(model, sequences, num_queries, no_keys, bar)
     best = []
     for (own, misfit), (plain, other) in zip(with_keys, without, strict=True):
         assert own.keys is not None
@@ -356,9 +361,16 @@ def find_sinks(model: PodForCausalLM, sequences: Sequence[Tensor], num_queries: 
 
 
 def _fitted_with(
-    model: PodForCausalLM, sequences: Sequence[Tensor], num_queries: int, keys: Sequence[Tensor | None]
+    model: PodForCausalLM,
+    sequences: Sequence[Tensor],
+    num_queries: int,
+    keys: Sequence[Tensor | None],
+    bar: Any,
 ) -> list[tuple[LayerConstants, float]]:
-    """The constants of every planned layer with these keys, and their misfit; see `find_sinks`."""
+    """The constants of every planned layer with these keys, and their misfit; see `find_sinks`.
+
+    ``bar`` counts every sequence that was read and every layer that was fitted.
+    """
     layers: list[list[WindowQueries]] = [[] for _ in planned_layers(model.config)]
     starts: list[list[Sink]] = [[] for _ in layers]
     for ids in sequences:
@@ -367,6 +379,7 @@ def _fitted_with(
             # the factor is the layer's, and is held once
             queries.append(replace(one, factor=queries[0].factor) if queries else one)
             sinks.append(sink)
+        bar.update()
     calibrated = []
     for queries, sinks, key in zip(layers, starts, keys, strict=True):
         start = Sink(*(torch.stack(part).mean(0) for part in zip(*sinks, strict=True)))
@@ -377,6 +390,7 @@ def _fitted_with(
         with torch.no_grad():
             misfit = joined.misfits(sink).sum().item()
         calibrated.append((LayerConstants(*sink, key).cpu(), misfit))
+        bar.update()
     return calibrated
 
 

@@ -1,4 +1,4 @@
-"""Progress bars for steps that take minutes and measure nothing: solving for a plan, and its curve."""
+"""Progress bars for steps that take minutes: constants, solving for a plan, and its curve."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -23,7 +23,7 @@ def steps(items: Iterable[_Item], what: str) -> Iterable[_Item]:
 
 
 @contextmanager
-def counter(what: str) -> Iterator[Any]:
-    """A bar on rank 0 of unknown length: call its ``update()`` once per step."""
-    with tqdm(unit="step", **_options(what)) as bar:
+def counter(what: str, total: int | None = None) -> Iterator[Any]:
+    """A bar on rank 0 of ``total`` steps (None = unknown): call its ``update()`` once per step."""
+    with tqdm(unit="step", total=total, **_options(what)) as bar:
         yield bar

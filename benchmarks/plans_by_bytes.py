@@ -1,0 +1,423 @@
+"""Plans and methods by the bytes that they hold, on three models: perplexity and passkeys.
+
+    # once: text, costs, retrieval heads, plans
+    python benchmarks/plans_by_bytes.py --model smollm2 --length 2048 --plans
+    OMP_NUM_THREADS=1 python benchmarks/plans_by_bytes.py --model smollm2 --length 2048 --part 0/2 &
+    OMP_NUM_THREADS=1 python benchmarks/plans_by_bytes.py --model smollm2 --length 2048 --part 1/2
+    python benchmarks/plans_by_bytes.py --assemble     # results/plans_by_bytes.json and .md, pictures
+
+Models: `smollm2` (SmolLM2-135M, 30 layers of 3 KV heads), `qwen` (Qwen2.5-Coder-0.5B-Instruct, 24 of 2) and
+`gemma3` (Gemma 3 270M, 18 of 1, of which 15 see 512 tokens only). `joined_models.py` says how to install the
+last two.
+
+A row is a plan or a method at a share of the bytes that the dense model holds at this length. `pod explore`
+chooses a plan by nats: heads keep windows, layers keep 4 bits. Perplexity: the last tokens of held-out texts,
+decoded one by one from the compressed cache. Passkeys: the text is read and compressed first, then asked.
+`judge_plans.py` measures. Nothing is trained but what adaptation_smollm2.py exported: those models are rows
+too. Ratios are to the dense model as it is; rows that learned from labels have theirs to the dense model that
+was trained alike. Figures are kept in runs/plans_by_bytes/<model>-<length>/, so that an interrupted run goes
+on.
+"""
+
+import argparse
+import json
+from dataclasses import asdict, dataclass, replace
+from fnmatch import fnmatch
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+from adaptation_smollm2 import launch
+from judge_plans import Bench, Row, Sizes, keep_committed, measure_missing, read_kept, table_head, table_line
+from plans_layers import model_path, plans_of
+
+from pod.files import read_json, write_json
+from pod.measure.machine import environment
+from pod.modeling.model.sharing import SharingPlan
+from pod.recipe import Recipe, load_recipe
+
+ROOT = Path(__file__).parents[1]
+WORK = ROOT / "runs" / "plans_by_bytes"
+ADAPTED = ROOT / "runs" / "adaptation_smollm2"
+RESULT = Path(__file__).parent / "results" / "plans_by_bytes.json"
+PICTURES = ROOT / "docs" / "images"
+RECIPE = ROOT / "configs" / "plans_smollm2.yaml"
+DTYPE = torch.bfloat16
+STORED = 16
+"""First tokens that are stored where no constants stand for them."""
+
+
+WEIGHTS = {"retrieval_4": 4.0, "retrieval_16": 16.0}
+"""Kinds of plans with constants for which retrieval weighs more than by default."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, a length, and what is measured.
+
+    Attributes:
+        model: as `--model` names it.
+        pairs: layers of the model, and KV heads of one of them.
+        window: tokens of a window, stored first tokens included.
+        plans: shares of the dense bytes that plans hold, by their kind. What stands for the first tokens is
+            the kind ``constant`` or ``stored``; those of ``WEIGHTS`` have constants. The first kind has its
+            costs in the case's own folder.
+        methods: shares of the methods, by their names in ``pod.make_cache``; None = what the method holds.
+        sizes: texts and prompts.
+        measuring: changes of the recipe's section `explore`.
+    """
+
+    model: str
+    pairs: tuple[int, int]
+    window: int
+    plans: dict[str, tuple[float, ...]]
+    methods: dict[str, tuple[float | None, ...]]
+    sizes: Sizes
+    measuring: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return f"{self.model}-{self.sizes.length}"
+
+    @property
+    def folder(self) -> Path:
+        return WORK / self.name
+
+    def folder_of(self, kind: str) -> Path:
+        """The folder of the costs of one kind of plans. Weights of retrieval share those of constants."""
+        return self.folder if kind in WEIGHTS or kind == next(iter(self.plans)) else self.folder / kind
+
+
+CASES = {
+    case.name: case
+    for case in (
+        Case(
+            "smollm2",
+            pairs=(30, 3),
+            window=128,
+            plans={"constant": (0.125, 0.15, 0.2, 0.33, 0.5), "stored": (0.15, 0.2)}
+            | dict.fromkeys(WEIGHTS, (0.2,)),
+            methods={
+                "razor+int4": (0.125, 0.15, 0.2),
+                "razor": (0.33, 0.5, 0.65),
+                "snapkv": (0.15, 0.2, 0.33, 0.5, 0.65),
+                "pyramidkv": (0.15, 0.2, 0.33, 0.5, 0.65),
+                "h2o": (0.15, 0.2, 0.33, 0.5, 0.65),
+                "d2o": (0.15, 0.2, 0.33, 0.5, 0.65),
+                "snapkv+int4": (0.15, 0.2),
+                "simlayerkv": (None,),
+                "int4": (None,),
+            },
+            sizes=Sizes(),
+        ),
+        Case(
+            "smollm2",
+            pairs=(30, 3),
+            window=256,
+            plans={"constant": (0.125, 0.2, 0.33)},
+            methods={"razor+int4": (0.125, 0.2), "int4": (None,)},
+            sizes=Sizes(length=8192, texts=8, key_lengths=(4096, 8192), samples=2, batch=4),
+            measuring=("roles=[window]", "align_heads=false", "retrieval_sequences=6"),
+        ),
+        Case(
+            "qwen",
+            pairs=(24, 2),
+            window=128,
+            plans={"constant": (0.125, 0.2, 0.33), "retrieval_16": (0.2,)},
+            methods={"razor+int4": (0.125, 0.2), "int4": (None,)},
+            sizes=Sizes(samples=2, batch=4),
+            measuring=("rounds=0",),  # a round takes 25 minutes a plan
+        ),
+        Case(
+            "gemma3",
+            pairs=(18, 1),
+            window=128,
+            plans={"stored": (0.125, 0.2, 0.33)},
+            methods={"razor+int4": (0.125, 0.2), "int4": (None,)},
+            sizes=Sizes(samples=2),
+        ),
+    )
+}
+
+
+def settings(case: Case, kind: str) -> list[str]:
+    """What differs from the recipe, for one kind of plans."""
+    length = case.sizes.length
+    stored = STORED if kind == "stored" else 0
+    held_out = 32_768 if length <= 2048 else case.sizes.texts * length * 5 // 4
+    found = [
+        f"output_dir={case.folder_of(kind)}",
+        f"model.path={model_path(case.model)}",
+        f"model.num_sink_tokens={stored}",
+        f"model.num_recent_tokens={case.window - stored}",
+        f"data.context_length={length}",
+        f"data.held_out_tokens={held_out}",
+        f"explore.sequence_length={length}",
+        f"explore.budget_length={length}",
+        "explore.loss_sequences=0",
+        "explore.bits=[16, 4]",
+    ]
+    found += [] if kind == "stored" else ["model.sinks=constant"]
+    found += [f"explore.retrieval_weight={WEIGHTS[kind]}"] if kind in WEIGHTS else []
+    return found + [f"explore.{change}" for change in case.measuring]
+
+
+def recipe_of(case: Case, kind: str) -> Recipe:
+    return load_recipe(RECIPE, settings(case, kind))
+
+
+def run(case: Case, kind: str, script: str, *more: str) -> None:
+    """Run a launcher with the recipe of one kind of plans."""
+    changes = [part for setting in settings(case, kind) for part in ("--set", setting)]
+    launch(script, RECIPE, *changes, *more)
+
+
+def percent(share: float) -> str:
+    """0.125 as 12.5."""
+    return f"{100 * share:g}"
+
+
+def plan_name(kind: str, share: float) -> str:
+    """The name of a plan, which is also that of its row: plan 20, or plan stored 20."""
+    return f"plan {percent(share)}" if kind == "constant" else f"plan {kind} {percent(share)}"
+
+
+def plan_file(case: Case, kind: str, share: float) -> Path:
+    return case.folder / "plans" / f"{plan_name(kind, share).replace(' ', '_')}.json"
+
+
+def make_plans(case: Case) -> None:
+    """Text, retrieval heads, and for each kind costs and a plan for every share. What is there stays."""
+    first = next(iter(case.plans))
+    (case.folder / "plans").mkdir(parents=True, exist_ok=True)
+    if not (case.folder / "data" / "manifest.json").is_file():
+        run(case, first, "prepare_data.py")
+    if not retrieval_heads(case).is_file():
+        run(case, first, "explore.py", "--heads")
+    for kind, shares in case.plans.items():
+        data = case.folder_of(kind) / "data"
+        if not data.exists():
+            data.parent.mkdir(parents=True, exist_ok=True)
+            data.symlink_to(case.folder / "data")
+        make_plans_of(case, kind, shares)
+
+
+def make_plans_of(case: Case, kind: str, shares: tuple[float, ...]) -> None:
+    """Costs, and a plan for every share that these windows can reach."""
+    from pod.plan.choose import choose, improved
+    from pod.plan.exploration import Exploration
+    from pod.plan.measured_costs import COSTS_NAME, MeasuredCosts
+
+    own = Exploration.of(recipe_of(case, kind))
+    if not (own.folder / COSTS_NAME).is_file():
+        run(case, kind, "explore.py", "--set", "explore.rounds=0")
+    costs = MeasuredCosts.load(own.folder / COSTS_NAME)
+    for share in shares:
+        file = plan_file(case, kind, share)
+        if file.is_file():
+            continue
+        explore = replace(own.explore, target_saving=1 - share)
+        try:
+            choice = choose(costs, explore, own.windows)
+        except ValueError as error:
+            print(f"{file.stem}: {error}", flush=True)
+            continue
+        plan = improved(replace(own, explore=explore), costs, choice).plan
+        plan.save(file)
+        packed = 0 if plan.bits is None else plan.bits.count(4)
+        roles = f"{plan.num_leads} lead, {plan.num_followers} follow, {plan.num_windows} keep windows"
+        print(f"{file.stem}: {roles}, {packed} layers in 4 bits", flush=True)
+
+
+def retrieval_heads(case: Case) -> Path:
+    """The heads that RazorAttention's search found: committed for two models, else those of this run."""
+    committed = plans_of(case.model) / "retrieval_heads.json"
+    return committed if committed.is_file() else case.folder / "plan" / "retrieval_heads.json"
+
+
+def razor_share(case: Case, share: float, bits: int) -> float:
+    """The share of heads that RazorAttention may leave whole to hold at most so many of the bytes."""
+    layers, heads = case.pairs
+    for whole in range(layers * heads, -1, -1):
+        lead = [
+            [layer if layer * heads + head < whole else None for head in range(heads)]
+            for layer in range(layers)
+        ]
+        plan = SharingPlan(lead=lead, bits=[bits] * layers)
+        if plan.saving(case.sizes.length, STORED, case.window - STORED) >= 1 - share:
+            return whole / (layers * heads)
+    raise ValueError(f"windows of {case.window} tokens hold more than {percent(share)} % of the bytes")
+
+
+def method_row(case: Case, spec: str, share: float | None) -> Row:
+    """The row of a method: its heads or its budget make it hold so many of the bytes."""
+    name = spec if share is None else f"{spec} {percent(share)}"
+    if spec == "simlayerkv":
+        return Row(name, spec, options={"num_recent_tokens": 2 * case.window})
+    if share is None:
+        return Row(name, spec)
+    bits = 4 if spec.endswith("+int4") else 16
+    if spec.startswith("razor"):
+        options: dict[str, Any] = {
+            "heads": str(retrieval_heads(case)),
+            "compression": 1000.0,
+            "num_sink_tokens": STORED,
+            "num_recent_tokens": case.window - STORED,
+            "share": razor_share(case, share, bits),
+        }
+        return Row(name, spec, options=options)
+    layers, heads = case.pairs
+    whole = SharingPlan(lead=[[layer] * heads for layer in range(layers)], bits=[bits] * layers)
+    return Row(name, spec, None, share / (1 - whole.saving(case.sizes.length, 0, 0)))
+
+
+def rows(case: Case) -> list[Row]:
+    """The dense model, every plan that was made, every method, and every model that was adapted."""
+    found = [Row("dense", "full")]
+    for kind, shares in case.plans.items():
+        files = [(plan_name(kind, share), plan_file(case, kind, share)) for share in shares]
+        found += [Row(name, "pod", file.name) for name, file in files if file.is_file()]
+    found += [method_row(case, spec, share) for spec, shares in case.methods.items() for share in shares]
+    if case.name == "smollm2-2048":
+        exports = sorted(ADAPTED.glob("*/export"))
+        found += [Row(f"adapted {export.parent.name}", "pod", model=export) for export in exports]
+    return found
+
+
+def restore(case: Case) -> None:
+    """Write the rows of the committed table as files of this run, so that they are not measured again."""
+    committed = read_json(RESULT)["cases"] if RESULT.is_file() else {}
+    if case.name in committed:
+        keep_committed(case.folder / "rows", committed[case.name]["rows"])
+
+
+def last_divergence(name: str) -> float | None:
+    """Nats per token in the last 8 steps of a row that was trained here; None = it was not."""
+    metrics = ADAPTED / name.removeprefix("adapted ") / "metrics.jsonl"
+    if not name.startswith("adapted ") or not metrics.is_file():
+        return None
+    steps = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+    found = [step["divergence"] for step in steps if "divergence" in step]
+    return fmean(found[-8:]) if found else None
+
+
+def assemble() -> None:
+    """One JSON, one Markdown file, and a picture of each case."""
+    lines: list[str] = []
+    kept: dict[str, Any] = {}
+    for case in CASES.values():
+        restore(case)
+        found = [x for x in read_kept(case.folder / "rows", ROOT) if "nll" in x]
+        if not found:
+            continue
+        measured = sorted(found, key=lambda x: x["bytes_over_dense"])
+        lines += [f"\n## {case.model}, {case.sizes.length:,} tokens\n", *table_head(case.sizes)]
+        for x in measured:
+            if (divergence := last_divergence(x["name"])) is not None:
+                x["divergence_of_last_steps"] = divergence
+            if (file := case.folder / "plans" / f"{x['name'].replace(' ', '_')}.json").is_file():
+                x["plan"]["rounds"] = SharingPlan.load(file).provenance.get("rounds")
+            lines.append(table_line(x, dense_of(x["name"], found)))
+        lines.append(f"\n{how_measured(case)}")
+        sizes = asdict(case.sizes) | {"window": case.window, "dtype": str(DTYPE)}
+        kept[case.name] = {"sizes": sizes, "rows": measured}
+        draw(case, measured)
+    write_json(RESULT, {"environment": environment(), "cases": kept})
+    RESULT.with_suffix(".md").write_text("\n".join(lines).strip() + "\n", encoding="utf-8")
+    print("\n".join(lines))
+
+
+def dense_of(name: str, found: list[dict[str, Any]]) -> dict[str, Any]:
+    """The row that a row is compared with: for models that learned from labels, dense trained alike."""
+    alike = name == "adapted dense" or name.endswith("-labels")
+    return next(x for x in found if x["name"] == ("adapted dense" if alike else "dense"))
+
+
+def how_measured(case: Case) -> str:
+    """What a reader needs to know of the rows of a case."""
+    sizes = case.sizes
+    keys = len(sizes.depths) * sizes.samples
+    return (
+        f"{sizes.texts} held-out texts, {sizes.scored} tokens scored each; {keys} passkeys per length. "
+        f"Windows hold {case.window} tokens."
+    )
+
+
+def kind_of(name: str) -> str:
+    """What a row is drawn as."""
+    words = name.split()
+    if words[0] == "plan":
+        return "plan, stored first tokens" if words[1] == "stored" else "plan"
+    return words[0]
+
+
+def draw(case: Case, measured: list[dict[str, Any]]) -> None:
+    """Perplexity over dense, with intervals, and passkeys at the full length, by bytes: a line per kind."""
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
+
+    found: dict[str, list[dict[str, Any]]] = {}
+    for x in measured:
+        if x["name"] != "dense" and not x["name"].startswith(("adapted", "plan retrieval")):
+            found.setdefault(kind_of(x["name"]), []).append(x)
+    figure = Figure(figsize=(11, 5.6), layout="constrained")
+    panels = figure.subplots(1, 2)
+    order = sorted(found, key=lambda kind: (not kind.startswith("plan"), kind))
+    for number, kind in enumerate(order):
+        entries, own = found[kind], kind.startswith("plan")
+        style = {"label": kind, "linewidth": 2.2 if own else 1, "markersize": 7 if own else 4.5}
+        style |= {"marker": "osD^vPX<>*hpd"[number % 13], "color": colormaps["tab20"](number)}
+        places = [100 * x["bytes_over_dense"] for x in entries]
+        middles = [x["ratio"][0] for x in entries]
+        ends = [[x["ratio"][0] - x["ratio"][1], x["ratio"][2] - x["ratio"][0]] for x in entries]
+        panels[0].errorbar(places, middles, [*zip(*ends, strict=True)], capsize=2, elinewidth=0.7, **style)
+        right = [x["passkeys"][str(case.sizes.key_lengths[-1])] for x in entries]
+        panels[1].plot(places, [100 * fmean(answers) for answers in right], **style)
+    panels[0].axhline(1, color="0.4", linewidth=0.8)
+    panels[0].set_ylim(0.985, 1.2)
+    panels[0].set_ylabel("perplexity / dense (95 % over texts)")
+    panels[1].set_ylim(-3, 103)
+    panels[1].set_ylabel(f"passkeys at {case.sizes.key_lengths[-1]:,} tokens (%)")
+    for axes in panels:
+        axes.set_xlabel("bytes held (% of 16 bits)")
+        axes.set_xlim(5, 70)
+        axes.grid(alpha=0.3)
+    figure.legend(*panels[1].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=9)
+    figure.savefig(PICTURES / f"plans_{case.name.replace('-', '_')}.png", dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    models = list(dict.fromkeys(case.model for case in CASES.values()))
+    parser.add_argument("--model", default=models[0], choices=models)
+    parser.add_argument("--length", type=int, default=2048, choices=(2048, 8192), help="tokens of a text")
+    parser.add_argument("--part", default="0/1", help="which share of the rows, as 0/2")
+    parser.add_argument("--only", default="", help="names of rows, comma-separated; a* is what begins with a")
+    action = parser.add_mutually_exclusive_group()
+    action.add_argument("--plans", action="store_true", help="make the plans")
+    action.add_argument("--assemble", action="store_true", help="write the tables of what is measured")
+    given = parser.parse_args()
+    if given.assemble:
+        assemble()
+        return
+    case = CASES.get(f"{given.model}-{given.length}")
+    if case is None:
+        parser.error(f"no such case: choose {', '.join(CASES)}")
+    if given.plans:
+        make_plans(case)
+        return
+    names = [name for name in given.only.split(",") if name]
+    wanted = [row for row in rows(case) if not names or any(fnmatch(row.name, name) for name in names)]
+    first, parts = map(int, given.part.split("/"))
+    restore(case)
+    recipe = recipe_of(case, next(iter(case.plans)))
+    bench = partial(Bench, recipe, case.folder / "plans", DTYPE, case.sizes)
+    measure_missing(bench, wanted, case.folder / "rows", first, parts)
+
+
+if __name__ == "__main__":
+    main()
