@@ -277,11 +277,13 @@ def measure_missing(
     """
     together: dict[Any, list[Row]] = {}
     for row in rows:
-        if not kept_at(folder, row.name).is_file():
-            whole = row.share is not None and row.spec in WHOLE_PROMPT
-            together.setdefault((row.spec, whole or row.name), []).append(row)
+        whole = row.share is not None and row.spec in WHOLE_PROMPT
+        together.setdefault((row.spec, whole or row.name), []).append(row)
     bench = None
-    for number, group in list(enumerate(together.values()))[part::parts]:
+    for number, rows_together in list(enumerate(together.values()))[part::parts]:
+        group = [row for row in rows_together if not kept_at(folder, row.name).is_file()]
+        if not group:
+            continue
         bench = bench or make_bench()
         for row, found in bench.with_refusals(group):
             folder.mkdir(parents=True, exist_ok=True)

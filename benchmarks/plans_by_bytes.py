@@ -1,4 +1,4 @@
-"""Plans and methods by the bytes that they hold, on three models: perplexity and passkeys.
+"""Plans and methods by the bytes that they hold: perplexity and passkeys.
 
     # once: text, costs, retrieval heads, plans
     python benchmarks/plans_by_bytes.py --model smollm2 --length 2048 --plans
@@ -6,17 +6,17 @@
     OMP_NUM_THREADS=1 python benchmarks/plans_by_bytes.py --model smollm2 --length 2048 --part 1/2
     python benchmarks/plans_by_bytes.py --assemble     # results/plans_by_bytes.json and .md, pictures
 
-Models: `smollm2` (SmolLM2-135M, 30 layers of 3 KV heads), `qwen` (Qwen2.5-Coder-0.5B-Instruct, 24 of 2) and
-`gemma3` (Gemma 3 270M, 18 of 1, of which 15 see 512 tokens only). `joined_models.py` says how to install the
-last two.
+Models: `smollm2` (SmolLM2-135M, 30 layers of 3 KV heads) and `qwen` (Qwen2.5-Coder-0.5B-Instruct, 24 of 2).
+`joined_models.py` says how to install the second. Texts of 8,192 tokens are not measured yet.
 
 A row is a plan or a method at a share of the bytes that the dense model holds at this length. `pod explore`
 chooses a plan by nats: heads keep windows, layers keep 4 bits. Perplexity: the last tokens of held-out texts,
 decoded one by one from the compressed cache. Passkeys: the text is read and compressed first, then asked.
-`judge_plans.py` measures. Nothing is trained but what adaptation_smollm2.py exported: those models are rows
-too. Ratios are to the dense model as it is; rows that learned from labels have theirs to the dense model that
-was trained alike. Figures are kept in runs/plans_by_bytes/<model>-<length>/, so that an interrupted run goes
-on.
+`judge_plans.py` measures. Models that adaptation_smollm2.py exported are rows too. Those that learned from
+labels are compared with the dense model trained alike, all other rows with the dense model as it is.
+
+Figures are kept in runs/plans_by_bytes/<model>-<length>/ and in the committed JSON, so that an interrupted
+run goes on, elsewhere too. A plan that was made anew is measured anew. To begin from nothing, remove both.
 """
 
 import argparse
@@ -28,19 +28,30 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import adaptation_smollm2
 import torch
-from adaptation_smollm2 import launch
-from judge_plans import Bench, Row, Sizes, keep_committed, measure_missing, read_kept, table_head, table_line
+from judge_plans import (
+    Bench,
+    Row,
+    Sizes,
+    keep_committed,
+    kept_at,
+    measure_missing,
+    read_kept,
+    table_head,
+    table_line,
+)
 from plans_layers import model_path, plans_of
 
 from pod.files import read_json, write_json
 from pod.measure.machine import environment
 from pod.modeling.model.sharing import SharingPlan
 from pod.recipe import Recipe, load_recipe
+from pod.training.checkpoint.run_identity import plan_sha256
 
 ROOT = Path(__file__).parents[1]
 WORK = ROOT / "runs" / "plans_by_bytes"
-ADAPTED = ROOT / "runs" / "adaptation_smollm2"
+ADAPTED = adaptation_smollm2.WORK
 RESULT = Path(__file__).parent / "results" / "plans_by_bytes.json"
 PICTURES = ROOT / "docs" / "images"
 RECIPE = ROOT / "configs" / "plans_smollm2.yaml"
@@ -87,7 +98,8 @@ class Case:
 
     def folder_of(self, kind: str) -> Path:
         """The folder of the costs of one kind of plans. Weights of retrieval share those of constants."""
-        return self.folder if kind in WEIGHTS or kind == next(iter(self.plans)) else self.folder / kind
+        own = "constant" if kind in WEIGHTS else kind
+        return self.folder if own == next(iter(self.plans)) else self.folder / own
 
 
 CASES = {
@@ -130,14 +142,6 @@ CASES = {
             sizes=Sizes(samples=2, batch=4),
             measuring=("rounds=0",),  # a round takes 25 minutes a plan
         ),
-        Case(
-            "gemma3",
-            pairs=(18, 1),
-            window=128,
-            plans={"stored": (0.125, 0.2, 0.33)},
-            methods={"razor+int4": (0.125, 0.2), "int4": (None,)},
-            sizes=Sizes(samples=2),
-        ),
     )
 }
 
@@ -171,7 +175,7 @@ def recipe_of(case: Case, kind: str) -> Recipe:
 def run(case: Case, kind: str, script: str, *more: str) -> None:
     """Run a launcher with the recipe of one kind of plans."""
     changes = [part for setting in settings(case, kind) for part in ("--set", setting)]
-    launch(script, RECIPE, *changes, *more)
+    adaptation_smollm2.launch(script, RECIPE, *changes, *more)
 
 
 def percent(share: float) -> str:
@@ -198,7 +202,7 @@ def make_plans(case: Case) -> None:
         run(case, first, "explore.py", "--heads")
     for kind, shares in case.plans.items():
         data = case.folder_of(kind) / "data"
-        if not data.exists():
+        if not data.exists() and not data.is_symlink():
             data.parent.mkdir(parents=True, exist_ok=True)
             data.symlink_to(case.folder / "data")
         make_plans_of(case, kind, shares)
@@ -238,7 +242,7 @@ def retrieval_heads(case: Case) -> Path:
 
 
 def razor_share(case: Case, share: float, bits: int) -> float:
-    """The share of heads that RazorAttention may leave whole to hold at most so many of the bytes."""
+    """The share of heads that RazorAttention leaves whole to hold about so many of the bytes."""
     layers, heads = case.pairs
     for whole in range(layers * heads, -1, -1):
         lead = [
@@ -281,16 +285,39 @@ def rows(case: Case) -> list[Row]:
         found += [Row(name, "pod", file.name) for name, file in files if file.is_file()]
     found += [method_row(case, spec, share) for spec, shares in case.methods.items() for share in shares]
     if case.name == "smollm2-2048":
-        exports = sorted(ADAPTED.glob("*/export"))
-        found += [Row(f"adapted {export.parent.name}", "pod", model=export) for export in exports]
+        exports = {row.name: ADAPTED / row.name / "export" for row in adaptation_smollm2.rows()}
+        found += [Row(f"adapted {name}", "pod", model=x) for name, x in exports.items() if x.is_dir()]
     return found
 
 
 def restore(case: Case) -> None:
-    """Write the rows of the committed table as files of this run, so that they are not measured again."""
-    committed = read_json(RESULT)["cases"] if RESULT.is_file() else {}
-    if case.name in committed:
-        keep_committed(case.folder / "rows", committed[case.name]["rows"])
+    """Write the rows of the committed table as files of this run, so that they are not measured again.
+
+    Rows of plans that were made anew are removed, there and here.
+
+    Raises:
+        SystemExit: the committed rows are of other texts or prompts.
+    """
+    committed = read_json(RESULT)["cases"].get(case.name) if RESULT.is_file() else None
+    if committed is not None:
+        if committed["sizes"] != sizes_of(case):
+            raise SystemExit(f"{RESULT.name} has rows of {case.name} of other sizes: remove it to begin anew")
+        keep_committed(case.folder / "rows", committed["rows"])
+    for row in rows(case):
+        file = kept_at(case.folder / "rows", row.name)
+        if row.plan is None or not file.is_file():
+            continue
+        plan = SharingPlan.load(case.folder / "plans" / row.plan)
+        measured = read_json(file)["plan"]
+        if measured is not None and measured["sha256"] != plan_sha256(plan):
+            print(f"{row.name}: the plan was made anew, so its old figures are removed")
+            file.unlink()
+
+
+def sizes_of(case: Case) -> dict[str, Any]:
+    """What rows of a case have in common, as JSON has it."""
+    sizes = asdict(case.sizes) | {"window": case.window, "dtype": str(DTYPE)}
+    return json.loads(json.dumps(sizes))
 
 
 def last_divergence(name: str) -> float | None:
@@ -304,35 +331,47 @@ def last_divergence(name: str) -> float | None:
 
 
 def assemble() -> None:
-    """One JSON, one Markdown file, and a picture of each case."""
+    """One JSON, one Markdown file, and a picture of each case that has its dense row."""
     lines: list[str] = []
     kept: dict[str, Any] = {}
     for case in CASES.values():
         restore(case)
-        found = [x for x in read_kept(case.folder / "rows", ROOT) if "nll" in x]
-        if not found:
+        found = read_kept(case.folder / "rows", ROOT)
+        measured = sorted((x for x in found if "nll" in x), key=lambda x: x["bytes_over_dense"])
+        names = [x["name"] for x in measured]
+        if "dense" not in names:
             continue
-        measured = sorted(found, key=lambda x: x["bytes_over_dense"])
         lines += [f"\n## {case.model}, {case.sizes.length:,} tokens\n", *table_head(case.sizes)]
         for x in measured:
-            if (divergence := last_divergence(x["name"])) is not None:
-                x["divergence_of_last_steps"] = divergence
-            if (file := case.folder / "plans" / f"{x['name'].replace(' ', '_')}.json").is_file():
-                x["plan"]["rounds"] = SharingPlan.load(file).provenance.get("rounds")
-            lines.append(table_line(x, dense_of(x["name"], found)))
+            dense = dense_of(x["name"])
+            if dense not in names:
+                print(f"{x['name']} is left out: it is compared with {dense}, which is not measured")
+                continue
+            add_what_is_known(case, x)
+            lines.append(table_line(x, measured[names.index(dense)]))
+        lines += [f"\n{x['name']}: {x['refused']}" for x in found if "refused" in x]
         lines.append(f"\n{how_measured(case)}")
-        sizes = asdict(case.sizes) | {"window": case.window, "dtype": str(DTYPE)}
-        kept[case.name] = {"sizes": sizes, "rows": measured}
-        draw(case, measured)
+        compared = [x for x in measured if "ratio" in x]
+        kept[case.name] = {"sizes": sizes_of(case), "rows": compared}
+        draw(case, compared)
     write_json(RESULT, {"environment": environment(), "cases": kept})
     RESULT.with_suffix(".md").write_text("\n".join(lines).strip() + "\n", encoding="utf-8")
     print("\n".join(lines))
 
 
-def dense_of(name: str, found: list[dict[str, Any]]) -> dict[str, Any]:
+def add_what_is_known(case: Case, x: dict[str, Any]) -> None:
+    """Add to a row what its plan and its training recorded, where they are here."""
+    divergence = last_divergence(x["name"])
+    if divergence is not None:
+        x.setdefault("divergence_of_last_steps", divergence)
+    file = case.folder / "plans" / f"{x['name'].replace(' ', '_')}.json"
+    if file.is_file():
+        x["plan"]["rounds"] = SharingPlan.load(file).provenance.get("rounds")
+
+
+def dense_of(name: str) -> str:
     """The row that a row is compared with: for models that learned from labels, dense trained alike."""
-    alike = name == "adapted dense" or name.endswith("-labels")
-    return next(x for x in found if x["name"] == ("adapted dense" if alike else "dense"))
+    return "adapted dense" if name == "adapted dense" or name.endswith("-labels") else "dense"
 
 
 def how_measured(case: Case) -> str:
@@ -349,7 +388,9 @@ def kind_of(name: str) -> str:
     """What a row is drawn as."""
     words = name.split()
     if words[0] == "plan":
-        return "plan, stored first tokens" if words[1] == "stored" else "plan"
+        kinds = {"stored": "plan, stored first tokens"}
+        kinds |= {kind: f"plan, retrieval weighs {weight:g}" for kind, weight in WEIGHTS.items()}
+        return kinds.get(words[1], "plan")
     return words[0]
 
 
@@ -360,10 +401,12 @@ def draw(case: Case, measured: list[dict[str, Any]]) -> None:
 
     found: dict[str, list[dict[str, Any]]] = {}
     for x in measured:
-        if x["name"] != "dense" and not x["name"].startswith(("adapted", "plan retrieval")):
+        if x["name"] != "dense" and not x["name"].startswith("adapted"):
             found.setdefault(kind_of(x["name"]), []).append(x)
     figure = Figure(figsize=(11, 5.6), layout="constrained")
-    panels = figure.subplots(1, 2)
+    answers = [x["passkeys"][str(case.sizes.key_lengths[-1])] for x in measured]
+    all_found = all(map(all, answers))  # then a picture of them says nothing
+    panels = figure.subplots(1, 1 if all_found else 2, squeeze=False)[0]
     order = sorted(found, key=lambda kind: (not kind.startswith("plan"), kind))
     for number, kind in enumerate(order):
         entries, own = found[kind], kind.startswith("plan")
@@ -373,19 +416,31 @@ def draw(case: Case, measured: list[dict[str, Any]]) -> None:
         middles = [x["ratio"][0] for x in entries]
         ends = [[x["ratio"][0] - x["ratio"][1], x["ratio"][2] - x["ratio"][0]] for x in entries]
         panels[0].errorbar(places, middles, [*zip(*ends, strict=True)], capsize=2, elinewidth=0.7, **style)
-        right = [x["passkeys"][str(case.sizes.key_lengths[-1])] for x in entries]
-        panels[1].plot(places, [100 * fmean(answers) for answers in right], **style)
+        if not all_found:
+            right = [x["passkeys"][str(case.sizes.key_lengths[-1])] for x in entries]
+            panels[1].plot(places, [100 * fmean(answers) for answers in right], **style)
     panels[0].axhline(1, color="0.4", linewidth=0.8)
-    panels[0].set_ylim(0.985, 1.2)
+    highest = max(x["ratio"][2] for entries in found.values() for x in entries)
+    panels[0].set_ylim(0.985, min(highest + 0.01, 1.5))
     panels[0].set_ylabel("perplexity / dense (95 % over texts)")
-    panels[1].set_ylim(-3, 103)
-    panels[1].set_ylabel(f"passkeys at {case.sizes.key_lengths[-1]:,} tokens (%)")
+    if not all_found:
+        panels[1].set_ylim(-3, 103)
+        panels[1].set_ylabel(f"passkeys at {case.sizes.key_lengths[-1]:,} tokens (%)")
     for axes in panels:
         axes.set_xlabel("bytes held (% of 16 bits)")
         axes.set_xlim(5, 70)
         axes.grid(alpha=0.3)
-    figure.legend(*panels[1].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=9)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=9)
     figure.savefig(PICTURES / f"plans_{case.name.replace('-', '_')}.png", dpi=110)
+
+
+def named(found: list[Row], only: str, parser: argparse.ArgumentParser) -> list[Row]:
+    """The rows whose names match one of the patterns ``only``; all of them without patterns."""
+    patterns = [pattern for pattern in only.split(",") if pattern]
+    for pattern in patterns:
+        if not any(fnmatch(row.name, pattern) for row in found):
+            parser.error(f"no row is called {pattern!r}; there are: {', '.join(row.name for row in found)}")
+    return [row for row in found if not patterns or any(fnmatch(row.name, x) for x in patterns)]
 
 
 def main() -> None:
@@ -410,8 +465,7 @@ def main() -> None:
     if given.plans:
         make_plans(case)
         return
-    names = [name for name in given.only.split(",") if name]
-    wanted = [row for row in rows(case) if not names or any(fnmatch(row.name, name) for name in names)]
+    wanted = named(rows(case), given.only, parser)
     first, parts = map(int, given.part.split("/"))
     restore(case)
     recipe = recipe_of(case, next(iter(case.plans)))

@@ -1,12 +1,16 @@
 """The rows of benchmarks/plans_by_bytes.py: what they are called, and how many bytes they hold."""
 
+import argparse
 from dataclasses import replace
 
 import pytest
 import torch
 
 import pod
+from pod.files import read_json, write_json
+from pod.modeling.model.sharing import SharingPlan
 from pod.modeling.retrieval_heads import RetrievalHeads
+from pod.training.checkpoint.run_identity import plan_sha256
 
 LAYERS, HEADS, HEAD_DIM, LENGTH = 4, 3, 32, 600
 
@@ -52,3 +56,33 @@ def test_a_row_holds_its_share_of_the_bytes(script, model, spec, tmp_path, monke
     dense = 2 * LAYERS * HEADS * HEAD_DIM * LENGTH * 2
     one_head = 1 / (LAYERS * HEADS)
     assert cache.nbytes / dense == pytest.approx(share, abs=one_head)
+
+
+def test_a_plan_that_was_made_anew_loses_its_old_figures(script, tmp_path, monkeypatch, capsys):
+    plans, kept_at = script("plans_by_bytes"), script("judge_plans").kept_at
+    monkeypatch.setattr(plans, "WORK", tmp_path)
+    case = plans.Case(
+        "tiny", (1, 2), window=48, plans={"constant": (0.2, 0.5)}, methods={}, sizes=plans.Sizes()
+    )
+    (case.folder / "plans").mkdir(parents=True)
+    for share, lead in ((0.2, [[0, None]]), (0.5, [[0, 0]])):
+        SharingPlan(lead=lead).save(plans.plan_file(case, "constant", share))
+    made = plan_sha256(SharingPlan(lead=[[0, 0]]))
+    rows = [{"name": name, "plan": {"sha256": made}} for name in ("plan 20", "plan 50")]
+    monkeypatch.setattr(plans, "RESULT", tmp_path / "result.json")
+    write_json(plans.RESULT, {"cases": {case.name: {"sizes": plans.sizes_of(case), "rows": rows}}})
+    plans.restore(case)
+    assert not kept_at(case.folder / "rows", "plan 20").is_file()
+    assert read_json(kept_at(case.folder / "rows", "plan 50")) == rows[1]
+    assert "plan 20: the plan was made anew" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="of other sizes"):
+        plans.restore(replace(case, window=64))
+
+
+def test_a_name_without_a_row_is_refused(script, capsys):
+    plans = script("plans_by_bytes")
+    found = [plans.Row("plan 20", "pod"), plans.Row("int4", "int4")]
+    assert [row.name for row in plans.named(found, "plan *", argparse.ArgumentParser())] == ["plan 20"]
+    with pytest.raises(SystemExit):
+        plans.named(found, "int4,plan", argparse.ArgumentParser())
+    assert "no row is called 'plan'; there are: plan 20, int4" in capsys.readouterr().err
