@@ -48,12 +48,16 @@ PAIRS = (
     ("plan retrieval_16 20", "razor+int4 20"),
     ("plan retrieval_16 20", "plan 20"),
     ("adapted 20-slow-distilled", "razor+int4 20"),
+    ("adapted retrieval_16_20-slow-distilled", "razor+int4 20"),
+    ("adapted retrieval_16_20-slow-distilled", "adapted 20-slow-distilled"),
+    ("adapted retrieval_16_20-slow-distilled", "dense"),
     ("plan stored 15", "razor+int4 15"),
     ("adapted stored_15-matched", "razor+int4 15"),
     ("layers 50 sinks constant", "heads 50 sinks tokens"),
     ("layers 50 sinks constant", RAZOR_OF_LAYERS),
 )
-"""Rows that are compared prompt by prompt. They hold equal bytes, but for the last pair: 56.6 and 50.8 %."""
+"""Rows that are compared prompt by prompt. They hold equal bytes, but for the dense model and the last pair (56.6 and
+50.8 %)."""
 FILLERS = (
     "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.",
     "A boat left the bay at dawn. The water was calm. Nobody spoke. The day was long.",
