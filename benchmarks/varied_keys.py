@@ -56,8 +56,8 @@ PAIRS = (
     ("layers 50 sinks constant", "heads 50 sinks tokens"),
     ("layers 50 sinks constant", RAZOR_OF_LAYERS),
 )
-"""Rows that are compared prompt by prompt. They hold equal bytes, but for the dense model and the last pair (56.6 and
-50.8 %)."""
+"""Rows that are compared prompt by prompt. They hold equal bytes, but for the dense model, and for the last
+pair (56.6 and 50.8 %)."""
 FILLERS = (
     "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.",
     "A boat left the bay at dawn. The water was calm. Nobody spoke. The day was long.",
