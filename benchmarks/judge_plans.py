@@ -6,11 +6,13 @@ read and compressed first, and the question comes then. The figures of a row are
 so that a run that was stopped goes on.
 """
 
+import argparse
 import json
 import math
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ from pod.eval.tasks import passkey
 from pod.files import write_json
 from pod.measure.machine import environment
 from pod.modeling.model.rows import GroupedCache
+from pod.modeling.model.sharing import SharingPlan
 from pod.models import resolve_model
 from pod.tokenizer import pad_id
 from pod.training.checkpoint.run_identity import plan_sha256
@@ -263,6 +266,21 @@ def keep_committed(folder: Path, rows: Iterable[dict[str, Any]]) -> None:
         if not file.is_file():
             folder.mkdir(parents=True, exist_ok=True)
             write_json(file, row)
+
+
+def is_of_plan(found: dict[str, Any], plan: Path) -> bool:
+    """Whether the kept figures of a row are of the plan in this file. Rows of old runs do not say."""
+    measured = (found["plan"] or {}).get("sha256")
+    return measured in (None, plan_sha256(SharingPlan.load(plan)))
+
+
+def named(found: list[Row], only: str, parser: argparse.ArgumentParser) -> list[Row]:
+    """The rows whose names match one of the patterns ``only``; all of them without patterns."""
+    patterns = [pattern for pattern in only.split(",") if pattern]
+    for pattern in patterns:
+        if not any(fnmatch(row.name, pattern) for row in found):
+            parser.error(f"no row is called {pattern!r}; there are: {', '.join(row.name for row in found)}")
+    return [row for row in found if not patterns or any(fnmatch(row.name, x) for x in patterns)]
 
 
 def measure_missing(

@@ -1,6 +1,6 @@
 """Plans and methods by the bytes that they hold: perplexity and passkeys.
 
-    # once: text, costs, retrieval heads, plans
+    # once: text, costs, plans
     python benchmarks/plans_by_bytes.py --model smollm2 --length 2048 --plans
     OMP_NUM_THREADS=1 python benchmarks/plans_by_bytes.py --model smollm2 --length 2048 --part 0/2 &
     OMP_NUM_THREADS=1 python benchmarks/plans_by_bytes.py --model smollm2 --length 2048 --part 1/2
@@ -22,7 +22,6 @@ run goes on, elsewhere too. A plan that was made anew is measured anew. To begin
 import argparse
 import json
 from dataclasses import asdict, dataclass, replace
-from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -34,9 +33,11 @@ from judge_plans import (
     Bench,
     Row,
     Sizes,
+    is_of_plan,
     keep_committed,
     kept_at,
     measure_missing,
+    named,
     read_kept,
     table_head,
     table_line,
@@ -47,7 +48,6 @@ from pod.files import read_json, write_json
 from pod.measure.machine import environment
 from pod.modeling.model.sharing import SharingPlan
 from pod.recipe import Recipe, load_recipe
-from pod.training.checkpoint.run_identity import plan_sha256
 
 ROOT = Path(__file__).parents[1]
 WORK = ROOT / "runs" / "plans_by_bytes"
@@ -189,17 +189,20 @@ def plan_name(kind: str, share: float) -> str:
 
 
 def plan_file(case: Case, kind: str, share: float) -> Path:
-    return case.folder / "plans" / f"{plan_name(kind, share).replace(' ', '_')}.json"
+    return file_of(case, plan_name(kind, share))
+
+
+def file_of(case: Case, name: str) -> Path:
+    """The file of the plan of this name."""
+    return case.folder / "plans" / f"{name.replace(' ', '_')}.json"
 
 
 def make_plans(case: Case) -> None:
-    """Text, retrieval heads, and for each kind costs and a plan for every share. What is there stays."""
+    """Text, and for each kind costs and a plan for every share. What is there stays."""
     first = next(iter(case.plans))
     (case.folder / "plans").mkdir(parents=True, exist_ok=True)
     if not (case.folder / "data" / "manifest.json").is_file():
         run(case, first, "prepare_data.py")
-    if not retrieval_heads(case).is_file():
-        run(case, first, "explore.py", "--heads")
     for kind, shares in case.plans.items():
         data = case.folder_of(kind) / "data"
         if not data.exists() and not data.is_symlink():
@@ -236,9 +239,8 @@ def make_plans_of(case: Case, kind: str, shares: tuple[float, ...]) -> None:
 
 
 def retrieval_heads(case: Case) -> Path:
-    """The heads that RazorAttention's search found: committed for two models, else those of this run."""
-    committed = plans_of(case.model) / "retrieval_heads.json"
-    return committed if committed.is_file() else case.folder / "plan" / "retrieval_heads.json"
+    """The heads that RazorAttention's search found, which plans_layers.py made and which are committed."""
+    return plans_of(case.model) / "retrieval_heads.json"
 
 
 def razor_share(case: Case, share: float, bits: int) -> float:
@@ -253,6 +255,19 @@ def razor_share(case: Case, share: float, bits: int) -> float:
         if plan.saving(case.sizes.length, STORED, case.window - STORED) >= 1 - share:
             return whole / (layers * heads)
     raise ValueError(f"windows of {case.window} tokens hold more than {percent(share)} % of the bytes")
+
+
+def packed_budget(case: Case, share: float, bits: int) -> float:
+    """The share of the tokens that every head may keep in so many bits, to hold a share of the bytes."""
+    layers, heads = case.pairs
+    whole = SharingPlan(lead=[[layer] * heads for layer in range(layers)], bits=[bits] * layers)
+    length = case.sizes.length
+    held = (
+        tokens
+        for tokens in range(length, 0, -1)
+        if tokens * (1 - whole.saving(tokens, 0, 0)) <= share * length
+    )
+    return next(held) / length
 
 
 def method_row(case: Case, spec: str, share: float | None) -> Row:
@@ -272,9 +287,7 @@ def method_row(case: Case, spec: str, share: float | None) -> Row:
             "share": razor_share(case, share, bits),
         }
         return Row(name, spec, options=options)
-    layers, heads = case.pairs
-    whole = SharingPlan(lead=[[layer] * heads for layer in range(layers)], bits=[bits] * layers)
-    return Row(name, spec, None, share / (1 - whole.saving(case.sizes.length, 0, 0)))
+    return Row(name, spec, None, share if bits == 16 else packed_budget(case, share, bits))
 
 
 def rows(case: Case) -> list[Row]:
@@ -307,9 +320,7 @@ def restore(case: Case) -> None:
         file = kept_at(case.folder / "rows", row.name)
         if row.plan is None or not file.is_file():
             continue
-        plan = SharingPlan.load(case.folder / "plans" / row.plan)
-        measured = read_json(file)["plan"]
-        if measured is not None and measured["sha256"] != plan_sha256(plan):
+        if not is_of_plan(read_json(file), case.folder / "plans" / row.plan):
             print(f"{row.name}: the plan was made anew, so its old figures are removed")
             file.unlink()
 
@@ -364,8 +375,7 @@ def add_what_is_known(case: Case, x: dict[str, Any]) -> None:
     divergence = last_divergence(x["name"])
     if divergence is not None:
         x.setdefault("divergence_of_last_steps", divergence)
-    file = case.folder / "plans" / f"{x['name'].replace(' ', '_')}.json"
-    if file.is_file():
+    if (file := file_of(case, x["name"])).is_file():
         x["plan"]["rounds"] = SharingPlan.load(file).provenance.get("rounds")
 
 
@@ -432,15 +442,6 @@ def draw(case: Case, measured: list[dict[str, Any]]) -> None:
         axes.grid(alpha=0.3)
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=9)
     figure.savefig(PICTURES / f"plans_{case.name.replace('-', '_')}.png", dpi=110)
-
-
-def named(found: list[Row], only: str, parser: argparse.ArgumentParser) -> list[Row]:
-    """The rows whose names match one of the patterns ``only``; all of them without patterns."""
-    patterns = [pattern for pattern in only.split(",") if pattern]
-    for pattern in patterns:
-        if not any(fnmatch(row.name, pattern) for row in found):
-            parser.error(f"no row is called {pattern!r}; there are: {', '.join(row.name for row in found)}")
-    return [row for row in found if not patterns or any(fnmatch(row.name, x) for x in patterns)]
 
 
 def main() -> None:

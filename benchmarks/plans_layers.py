@@ -31,6 +31,7 @@ from judge_plans import (
     Bench,
     Row,
     Sizes,
+    is_of_plan,
     keep_committed,
     measure_missing,
     read_kept,
@@ -40,9 +41,7 @@ from judge_plans import (
 
 from pod.files import read_json, write_json
 from pod.measure.machine import environment
-from pod.modeling.model.sharing import SharingPlan
 from pod.recipe import load_recipe
-from pod.training.checkpoint.run_identity import plan_sha256
 
 ROOT = Path(__file__).parents[1]
 WORK = ROOT / "runs" / "plans_layers"
@@ -266,8 +265,7 @@ def restore(model: str) -> None:
     current = []
     for found in read_json(RESULT)["models"].get(model, []):
         plan = plans.get(found["name"])
-        measured = (found["plan"] or {}).get("sha256")  # rows of old runs have none
-        if plan is None or measured in (None, plan_sha256(SharingPlan.load(plan))):
+        if plan is None or is_of_plan(found, plan):
             current.append(found)
     keep_committed(WORK / model / "rows", current)
 

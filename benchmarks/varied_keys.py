@@ -25,8 +25,8 @@ from typing import Any
 
 import plans_layers
 import torch
-from judge_plans import Bench, Found, Row, Sizes, keep_committed, kept_at, key_cell, read_kept
-from plans_by_bytes import CASES, DTYPE, RESULT, ROOT, named, recipe_of, rows
+from judge_plans import Bench, Found, Row, Sizes, keep_committed, kept_at, key_cell, named, read_kept
+from plans_by_bytes import CASES, DTYPE, RESULT, ROOT, recipe_of, rows
 
 from pod.eval.statistics.confidence import mcnemar
 from pod.eval.suites.haystack import Frame, load_sentences

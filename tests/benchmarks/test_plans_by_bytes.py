@@ -54,8 +54,9 @@ def test_a_row_holds_its_share_of_the_bytes(script, model, spec, tmp_path, monke
     with torch.no_grad():
         model(torch.randint(61, (1, LENGTH)), past_key_values=cache, use_cache=True)
     dense = 2 * LAYERS * HEADS * HEAD_DIM * LENGTH * 2
-    one_head = 1 / (LAYERS * HEADS)
-    assert cache.nbytes / dense == pytest.approx(share, abs=one_head)
+    # whole heads stay in razor; other methods have a budget in tokens, and rings with some free slots
+    step = 1 / (LAYERS * HEADS) if spec.startswith("razor") else 0.04
+    assert cache.nbytes / dense == pytest.approx(share, abs=step)
 
 
 def test_a_plan_that_was_made_anew_loses_its_old_figures(script, tmp_path, monkeypatch, capsys):

@@ -4,7 +4,9 @@ What they are measured to be, what windows with them cost, and plans that have t
 """
 
 import itertools
+from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -442,3 +444,17 @@ def test_explore_writes_constants_into_the_plan(explore_overrides, tmp_path, cap
     assert "differs in sinks from the recipe" in printed and "with no sink and 7 recent tokens" in printed
     plain = SharingPlan.load(tmp_path / "run" / "plan" / "plan.json")
     assert plain.sinks == "none" and plain.sink_constants is None
+
+
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_the_bar_counts_every_text_and_layer(qk_norm, monkeypatch):
+    steps, totals = [], []
+
+    def counter(what, total):
+        totals.append(total)
+        return nullcontext(SimpleNamespace(update=lambda: steps.append(what)))
+
+    monkeypatch.setattr(calibration, "counter", counter)
+    model = make_model(4, 2, sinks=0, recent=RECENT, qk_norm=qk_norm)
+    find_sinks(model, [ids_of()[0], ids_of(seed=6)[0]], 9)
+    assert totals == [len(steps)] == [(1 if qk_norm else 2) * (2 + model.config.num_hidden_layers)]
