@@ -2,7 +2,7 @@
 
     # once: the plans (see there for what comes before)
     python benchmarks/plans_by_bytes.py --model smollm2 --plans
-    # train and export every row; a finished row is kept
+    # train and export every row; a finished row is kept while its plan is the same
     OMP_NUM_THREADS=1 python benchmarks/adaptation_smollm2.py
     # judge them as every other plan and method
     OMP_NUM_THREADS=1 python benchmarks/plans_by_bytes.py --model smollm2 --only "adapted*"
@@ -30,6 +30,7 @@ import yaml
 import pod
 from pod.data import PackedDataset, write_packed_rows
 from pod.files import write_json
+from pod.training.checkpoint.run_identity import plan_sha256
 
 ROOT = Path(__file__).parents[1]
 WORK = ROOT / "runs" / "adaptation_smollm2"
@@ -89,7 +90,9 @@ def rows() -> list[Row]:
         Row("20-copies-distilled", "plan_20", text="copies"),
         Row("20-slow-distilled", "plan_20", SLOW),
         Row("20-all-distilled", "plan_20", SLOW_EVERYWHERE),
+        Row("retrieval_4_20-slow-distilled", "plan_retrieval_4_20", SLOW),
         Row("retrieval_16_20-slow-distilled", "plan_retrieval_16_20", SLOW),
+        Row("retrieval_16_12.5-slow-distilled", "plan_retrieval_16_12.5", SLOW),
     ]
 
 
@@ -156,8 +159,19 @@ def write_copies(plain: PackedDataset, target: Path) -> None:
     write_packed_rows(target, rows, **{name: plain.manifest[name] for name in same})
 
 
+def is_trained(row: Row) -> bool:
+    """Whether a row was exported, with the plan that is there now."""
+    export = WORK / row.name / "export"
+    if row.plan is None or not export.is_dir():
+        return export.is_dir()
+    plans = export / "plan.json", OF_PLANS / "plans" / f"{row.plan}.json"
+    made, wanted = (plan_sha256(pod.SharingPlan.load(file)) for file in plans)
+    return made == wanted
+
+
 def adapt(row: Row) -> None:
     """Train and export a row, then remove its checkpoints."""
+    shutil.rmtree(WORK / row.name / "export", ignore_errors=True)  # of another plan
     recipe = write_recipe(row)
     prepared(row)
     launch("train_pod.py", recipe)
@@ -174,5 +188,5 @@ if __name__ == "__main__":
     parser.add_argument("--only", default="", help="names of rows, comma-separated")
     names = {name for name in parser.parse_args().only.split(",") if name}
     for each in rows():
-        if (not names or each.name in names) and not (WORK / each.name / "export").is_dir():
+        if (not names or each.name in names) and not is_trained(each):
             adapt(each)

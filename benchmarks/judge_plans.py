@@ -213,26 +213,30 @@ class Bench:
 
     def describe(self, found: Found) -> dict[str, Any]:
         """What is kept of a row."""
-        row, plan = found.row, self.model(found.row).config.sharing_plan
-        roles = None
-        if row.spec == "pod" and plan is not None:
-            roles = {
-                "leads": plan.num_leads,
-                "followers": plan.num_followers,
-                "windows": plan.num_windows,
-                "bits": plan.bits,
-                "asymptotic_saving": plan.asymptotic_saving,
-                "cost": plan.provenance.get("cost"),
-                "sha256": plan_sha256(plan),
-            }
+        row = found.row
         return {
             "name": row.name,
             "spec": row.spec,
-            "plan": roles,
+            "plan": self.describe_plan(row),
             "share": row.share,
             "nll": found.nll,
             "bytes_over_dense": found.held / self.sizes.texts / self.dense_bytes(row),
             "passkeys": found.passkeys,
+        }
+
+    def describe_plan(self, row: Row) -> dict[str, Any] | None:
+        """What is kept of a row's plan; None for methods that have none."""
+        plan = self.model(row).config.sharing_plan
+        if row.spec != "pod" or plan is None:
+            return None
+        return {
+            "leads": plan.num_leads,
+            "followers": plan.num_followers,
+            "windows": plan.num_windows,
+            "bits": plan.bits,
+            "asymptotic_saving": plan.asymptotic_saving,
+            "cost": plan.provenance.get("cost"),
+            "sha256": plan_sha256(plan),
         }
 
     def dense_bytes(self, row: Row) -> int:
@@ -270,7 +274,7 @@ def keep_committed(folder: Path, rows: Iterable[dict[str, Any]]) -> None:
 
 def is_of_plan(found: dict[str, Any], plan: Path) -> bool:
     """Whether the kept figures of a row are of the plan in this file. Rows of old runs do not say."""
-    measured = (found["plan"] or {}).get("sha256")
+    measured = (found.get("plan") or {}).get("sha256")
     return measured in (None, plan_sha256(SharingPlan.load(plan)))
 
 

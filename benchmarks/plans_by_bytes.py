@@ -16,7 +16,8 @@ decoded one by one from the compressed cache. Passkeys: the text is read and com
 labels are compared with the dense model trained alike, all other rows with the dense model as it is.
 
 Figures are kept in runs/plans_by_bytes/<model>-<length>/ and in the committed JSON, so that an interrupted
-run goes on, elsewhere too. A plan that was made anew is measured anew. To begin from nothing, remove both.
+run goes on, elsewhere too. A plan of other costs is made and measured anew. To begin from nothing, remove
+both.
 """
 
 import argparse
@@ -109,8 +110,12 @@ CASES = {
             "smollm2",
             pairs=(30, 3),
             window=128,
-            plans={"constant": (0.125, 0.15, 0.2, 0.33, 0.5), "stored": (0.15, 0.2)}
-            | dict.fromkeys(WEIGHTS, (0.2,)),
+            plans={
+                "constant": (0.125, 0.15, 0.2, 0.33, 0.5),
+                "retrieval_4": (0.2,),
+                "retrieval_16": (0.125, 0.15, 0.2),
+                "stored": (0.15, 0.2),
+            },
             methods={
                 "razor+int4": (0.125, 0.15, 0.2),
                 "razor": (0.33, 0.5, 0.65),
@@ -131,7 +136,7 @@ CASES = {
             plans={"constant": (0.125, 0.2, 0.33)},
             methods={"razor+int4": (0.125, 0.2), "int4": (None,)},
             sizes=Sizes(length=8192, texts=8, key_lengths=(4096, 8192), samples=2, batch=4),
-            measuring=("roles=[window]", "align_heads=false", "retrieval_sequences=6"),
+            measuring=("roles=[window]", "align_heads=false"),
         ),
         Case(
             "qwen",
@@ -218,12 +223,11 @@ def make_plans_of(case: Case, kind: str, shares: tuple[float, ...]) -> None:
     from pod.plan.measured_costs import COSTS_NAME, MeasuredCosts
 
     own = Exploration.of(recipe_of(case, kind))
-    if not (own.folder / COSTS_NAME).is_file():
-        run(case, kind, "explore.py", "--set", "explore.rounds=0")
+    run(case, kind, "explore.py", "--set", "explore.rounds=0")  # costs that fit are used again
     costs = MeasuredCosts.load(own.folder / COSTS_NAME)
     for share in shares:
         file = plan_file(case, kind, share)
-        if file.is_file():
+        if file.is_file() and is_made_of(SharingPlan.load(file), costs.provenance):
             continue
         explore = replace(own.explore, target_saving=1 - share)
         try:
@@ -236,6 +240,11 @@ def make_plans_of(case: Case, kind: str, shares: tuple[float, ...]) -> None:
         packed = 0 if plan.bits is None else plan.bits.count(4)
         roles = f"{plan.num_leads} lead, {plan.num_followers} follow, {plan.num_windows} keep windows"
         print(f"{file.stem}: {roles}, {packed} layers in 4 bits", flush=True)
+
+
+def is_made_of(plan: SharingPlan, measured: dict[str, Any]) -> bool:
+    """Whether a plan was chosen by costs with this provenance."""
+    return all(plan.provenance.get(name) == value for name, value in measured.items())
 
 
 def retrieval_heads(case: Case) -> Path:
@@ -306,7 +315,7 @@ def rows(case: Case) -> list[Row]:
 def restore(case: Case) -> None:
     """Write the rows of the committed table as files of this run, so that they are not measured again.
 
-    Rows of plans that were made anew are removed, there and here.
+    What is older than its plan is removed.
 
     Raises:
         SystemExit: the committed rows are of other texts or prompts.
@@ -316,11 +325,19 @@ def restore(case: Case) -> None:
         if committed["sizes"] != sizes_of(case):
             raise SystemExit(f"{RESULT.name} has rows of {case.name} of other sizes: remove it to begin anew")
         keep_committed(case.folder / "rows", committed["rows"])
-    for row in rows(case):
-        file = kept_at(case.folder / "rows", row.name)
-        if row.plan is None or not file.is_file():
+    remove_older(case, case.folder / "rows", rows(case))
+
+
+def remove_older(case: Case, folder: Path, found: list[Row]) -> None:
+    """Remove kept figures of plans that were made anew, and of models that were trained anew with them."""
+    for row in found:
+        file = kept_at(folder, row.name)
+        plan = None if row.plan is None else case.folder / "plans" / row.plan
+        if row.model is not None:
+            plan = row.model / "plan.json"
+        if plan is None or not plan.is_file() or not file.is_file():
             continue
-        if not is_of_plan(read_json(file), case.folder / "plans" / row.plan):
+        if not is_of_plan(read_json(file), plan):
             print(f"{row.name}: the plan was made anew, so its old figures are removed")
             file.unlink()
 
@@ -352,14 +369,17 @@ def assemble() -> None:
         names = [x["name"] for x in measured]
         if "dense" not in names:
             continue
+        for x in measured:
+            add_what_is_known(case, x)
+        current = {x["plan"]["sha256"] for x in measured if (x["plan"] or {}).get("prompts")}
         lines += [f"\n## {case.model}, {case.sizes.length:,} tokens\n", *table_head(case.sizes)]
         for x in measured:
             dense = dense_of(x["name"])
             if dense not in names:
                 print(f"{x['name']} is left out: it is compared with {dense}, which is not measured")
                 continue
-            add_what_is_known(case, x)
-            lines.append(table_line(x, measured[names.index(dense)]))
+            is_older = x["plan"] is not None and x["plan"].get("sha256") not in current
+            lines.append(table_line(x, measured[names.index(dense)], more=" *" * is_older))
         lines += [f"\n{x['name']}: {x['refused']}" for x in found if "refused" in x]
         lines.append(f"\n{how_measured(case)}")
         compared = [x for x in measured if "ratio" in x]
@@ -376,7 +396,8 @@ def add_what_is_known(case: Case, x: dict[str, Any]) -> None:
     if divergence is not None:
         x.setdefault("divergence_of_last_steps", divergence)
     if (file := file_of(case, x["name"])).is_file():
-        x["plan"]["rounds"] = SharingPlan.load(file).provenance.get("rounds")
+        provenance = SharingPlan.load(file).provenance
+        x["plan"] |= {name: provenance.get(name) for name in ("rounds", "prompts")}
 
 
 def dense_of(name: str) -> str:
@@ -390,7 +411,8 @@ def how_measured(case: Case) -> str:
     keys = len(sizes.depths) * sizes.samples
     return (
         f"{sizes.texts} held-out texts, {sizes.scored} tokens scored each; {keys} passkeys per length. "
-        f"Windows hold {case.window} tokens."
+        f"Windows hold {case.window} tokens. * = chosen by costs on prompts of 800 tokens. Today they are as "
+        "long as the texts."
     )
 
 

@@ -26,7 +26,7 @@ from typing import Any
 import plans_layers
 import torch
 from judge_plans import Bench, Found, Row, Sizes, keep_committed, kept_at, key_cell, named, read_kept
-from plans_by_bytes import CASES, DTYPE, RESULT, ROOT, recipe_of, rows
+from plans_by_bytes import CASES, DTYPE, RESULT, ROOT, recipe_of, remove_older, rows
 
 from pod.eval.statistics.confidence import mcnemar
 from pod.eval.suites.haystack import Frame, load_sentences
@@ -143,7 +143,13 @@ def measure(bench: Bench, prompts: dict[str, list[PasskeyPrompt]], row: Row) -> 
             bench.ask([found], asked[start : start + bench.sizes.batch], LENGTH)
         right[kind] = found.passkeys[LENGTH]
     now = environment()
-    return {"name": row.name, "right": right, "date": now["date"], "commit": now["commit"]}
+    return {
+        "name": row.name,
+        "plan": bench.describe_plan(row),
+        "right": right,
+        "date": now["date"],
+        "commit": now["commit"],
+    }
 
 
 def compared(pair: tuple[str, str], own: list[bool], other: list[bool]) -> str:
@@ -166,6 +172,7 @@ def assemble() -> None:
             f"{OUT.name} has rows of other prompts: {committed['settings']}. Remove it to begin anew"
         )
     keep_committed(KEPT, committed["rows"])
+    remove_older(CASE, KEPT, all_rows())
     found = sorted(read_kept(KEPT, ROOT), key=lambda x: x["name"])
     lines = [f"| | {' | '.join(KINDS)} |", "|" + "---|" * (len(KINDS) + 1)]
     lines += [f"| {x['name']} | {' | '.join(key_cell(x['right'][kind]) for kind in KINDS)} |" for x in found]
@@ -189,6 +196,7 @@ def main() -> None:
         assemble()
         return
     wanted = named(all_rows(), given.only, parser)
+    remove_older(CASE, KEPT, wanted)
     missing = [row for row in wanted if not kept_at(KEPT, row.name).is_file()]
     if not missing:
         return

@@ -61,10 +61,10 @@ class ExploreArgs:
     """With nats, follow, granularity=head and bits=[16]: reorder the KV heads of each layer so that
     similar heads share. The model computes the same; the plan records the order."""
 
-    retrieval_sequences: NonNegativeInt = 12
+    retrieval_sequences: NonNegativeInt = 6
     """With nats: prompts that ask for ten numbers far back, to find heads that retrieve. Text seldom shows
-    what they are for. For followers and 4 bits, two sequences of random tokens, repeated four times,
-    are measured too. 0 = text only."""
+    what they are for. A prompt is as long as a text. For followers and 4 bits, two sequences of random
+    tokens, repeated four times, are measured too. 0 = text only."""
 
     retrieval_weight: NonNegativeFloat = 0.5
     """With nats: how many tokens of text a token of a retrieved answer weighs in the cost of a plan.

@@ -145,6 +145,7 @@ def find_costs(exploration: Exploration, say: Say = print) -> MeasuredCosts:
     needed: list[str] = [*FOLLOWER_COSTS] if _may_follow(exploration) else []
     if explore.retrieval_sequences and _may_have_windows(exploration):
         needed.append("windows" + RETRIEVAL)
+        wanted["prompts"] = "as long as the texts"  # costs of shorter prompts are measured again
     if explore.retrieval_sequences and 4 in explore.bits:
         needed.append("lead4" + RETRIEVAL)
     return _find(exploration, COSTS_NAME, _measure_costs, wanted, say, needed)

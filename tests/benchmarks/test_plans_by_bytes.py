@@ -80,6 +80,47 @@ def test_a_plan_that_was_made_anew_loses_its_old_figures(script, tmp_path, monke
         plans.restore(replace(case, window=64))
 
 
+def test_a_plan_of_other_costs_is_made_anew(script):
+    plans = script("plans_by_bytes")
+    measured = {"text": "one", "prompts": "as long as the texts"}
+    made = SharingPlan(lead=[[0, 0]], provenance=measured | {"target_saving": 0.8})
+    assert plans.is_made_of(made, measured)
+    assert not plans.is_made_of(made, measured | {"text": "two"})
+    assert not plans.is_made_of(replace(made, provenance={"text": "one"}), measured)
+
+
+def test_a_model_that_was_trained_with_another_plan_is_measured_anew(script, tmp_path, monkeypatch):
+    plans, kept_at = script("plans_by_bytes"), script("judge_plans").kept_at
+    monkeypatch.setattr(plans, "WORK", tmp_path)
+    monkeypatch.setattr(plans, "RESULT", tmp_path / "none.json")
+    case = plans.Case("tiny", (1, 2), window=48, plans={}, methods={}, sizes=plans.Sizes())
+    plan = SharingPlan(lead=[[0, None]])
+    (tmp_path / "export").mkdir()
+    (case.folder / "rows").mkdir(parents=True)
+    plan.save(tmp_path / "export" / "plan.json")
+    row = plans.Row("adapted 20", "pod", model=tmp_path / "export")
+    monkeypatch.setattr(plans, "rows", lambda case: [row])
+    file = kept_at(case.folder / "rows", row.name)
+    for made, stays in ((plan, True), (SharingPlan(lead=[[0, 0]]), False)):
+        write_json(file, {"name": row.name, "plan": {"sha256": plan_sha256(made)}})
+        plans.restore(case)
+        assert file.is_file() == stays
+
+
+def test_training_goes_on_only_where_the_plan_is_the_same(script, tmp_path, monkeypatch):
+    adaptation = script("adaptation_smollm2")
+    monkeypatch.setattr(adaptation, "WORK", tmp_path)
+    monkeypatch.setattr(adaptation, "OF_PLANS", tmp_path)
+    row = adaptation.Row("20", "plan_20")
+    assert not adaptation.is_trained(row)
+    for folder in ("20/export", "plans"):
+        (tmp_path / folder).mkdir(parents=True)
+    for lead, same in (([[0, None]], True), ([[0, 0]], False)):
+        SharingPlan(lead=[[0, None]]).save(tmp_path / "20" / "export" / "plan.json")
+        SharingPlan(lead=lead).save(tmp_path / "plans" / "plan_20.json")
+        assert adaptation.is_trained(row) == same
+
+
 def test_a_name_without_a_row_is_refused(script, capsys):
     plans = script("plans_by_bytes")
     found = [plans.Row("plan 20", "pod"), plans.Row("int4", "int4")]

@@ -57,6 +57,17 @@ def test_prompts_ask_for_numbers_that_stand_far_back():
     assert all(torch.equal(a.input_ids, b.input_ids) for a, b in zip(prompts, again, strict=True))
 
 
+def test_prompts_are_as_long_as_texts_and_ask_for_what_stands_anywhere_in_them():
+    tokenizer = AutoTokenizer.from_pretrained(resolve_model("package:tiny"))
+    texts = [torch.arange(1900) % 211]
+    for prompt in needle_prompts(tokenizer, texts, 4, windows=(20, 80), longest=10_000):
+        assert len(prompt.input_ids) > 1900
+        answers = tokenizer.decode(prompt.input_ids[prompt.answers + 1]).split()
+        parts = [tokenizer.decode(part) for part in prompt.input_ids[:1900].split(475)]
+        halves = ["".join(parts[:2]), "".join(parts[2:])]
+        assert all(any(answer in half for answer in answers) for half in halves)
+
+
 def test_a_passage_is_repeated():
     tokenizer = AutoTokenizer.from_pretrained(resolve_model("package:tiny"))
     text = torch.arange(500) % 211
