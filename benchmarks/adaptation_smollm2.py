@@ -162,18 +162,20 @@ def write_copies(plain: PackedDataset, target: Path) -> None:
 def is_trained(row: Row) -> bool:
     """Whether a row was exported, with the plan that is there now."""
     export = WORK / row.name / "export"
-    if row.plan is None or not export.is_dir():
+    now = OF_PLANS / "plans" / f"{row.plan}.json"
+    if not export.is_dir() or row.plan is None or not now.is_file():
         return export.is_dir()
-    plans = export / "plan.json", OF_PLANS / "plans" / f"{row.plan}.json"
-    made, wanted = (plan_sha256(pod.SharingPlan.load(file)) for file in plans)
-    return made == wanted
+    made, wanted = (pod.SharingPlan.load(file) for file in (export / "plan.json", now))
+    return (plan_sha256(made), made.bits) == (plan_sha256(wanted), wanted.bits)
 
 
 def adapt(row: Row) -> None:
     """Train and export a row, then remove its checkpoints."""
-    shutil.rmtree(WORK / row.name / "export", ignore_errors=True)  # of another plan
     recipe = write_recipe(row)
     prepared(row)
+    if (WORK / row.name / "export").is_dir():  # of another plan
+        shutil.rmtree(WORK / row.name / "export")
+        shutil.rmtree(WORK / row.name / "train", ignore_errors=True)
     launch("train_pod.py", recipe)
     launch("export_hf.py", recipe)
     shutil.copy(WORK / row.name / "train" / "metrics.jsonl", WORK / row.name / "metrics.jsonl")

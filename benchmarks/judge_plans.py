@@ -274,8 +274,11 @@ def keep_committed(folder: Path, rows: Iterable[dict[str, Any]]) -> None:
 
 def is_of_plan(found: dict[str, Any], plan: Path) -> bool:
     """Whether the kept figures of a row are of the plan in this file. Rows of old runs do not say."""
-    measured = (found.get("plan") or {}).get("sha256")
-    return measured in (None, plan_sha256(SharingPlan.load(plan)))
+    measured = found.get("plan") or {}
+    now = SharingPlan.load(plan)
+    if measured.get("sha256") not in (None, plan_sha256(now)):
+        return False
+    return "bits" not in measured or measured["bits"] == (now.bits and list(now.bits))
 
 
 def named(found: list[Row], only: str, parser: argparse.ArgumentParser) -> list[Row]:

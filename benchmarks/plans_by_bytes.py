@@ -225,15 +225,17 @@ def make_plans_of(case: Case, kind: str, shares: tuple[float, ...]) -> None:
     own = Exploration.of(recipe_of(case, kind))
     run(case, kind, "explore.py", "--set", "explore.rounds=0")  # costs that fit are used again
     costs = MeasuredCosts.load(own.folder / COSTS_NAME)
+    made_of = costs.provenance | {"retrieval_weight": own.explore.retrieval_weight}
     for share in shares:
         file = plan_file(case, kind, share)
-        if file.is_file() and is_made_of(SharingPlan.load(file), costs.provenance):
+        if file.is_file() and is_made_of(SharingPlan.load(file), made_of):
             continue
         explore = replace(own.explore, target_saving=1 - share)
         try:
             choice = choose(costs, explore, own.windows)
         except ValueError as error:
             print(f"{file.stem}: {error}", flush=True)
+            file.unlink(missing_ok=True)  # of other costs
             continue
         plan = improved(replace(own, explore=explore), costs, choice).plan
         plan.save(file)
@@ -242,9 +244,9 @@ def make_plans_of(case: Case, kind: str, shares: tuple[float, ...]) -> None:
         print(f"{file.stem}: {roles}, {packed} layers in 4 bits", flush=True)
 
 
-def is_made_of(plan: SharingPlan, measured: dict[str, Any]) -> bool:
-    """Whether a plan was chosen by costs with this provenance."""
-    return all(plan.provenance.get(name) == value for name, value in measured.items())
+def is_made_of(plan: SharingPlan, wanted: dict[str, Any]) -> bool:
+    """Whether a plan was chosen by costs with this provenance, and with these settings."""
+    return all(plan.provenance.get(name) == value for name, value in wanted.items())
 
 
 def retrieval_heads(case: Case) -> Path:
@@ -324,22 +326,32 @@ def restore(case: Case) -> None:
     if committed is not None:
         if committed["sizes"] != sizes_of(case):
             raise SystemExit(f"{RESULT.name} has rows of {case.name} of other sizes: remove it to begin anew")
-        keep_committed(case.folder / "rows", committed["rows"])
+        known = {row.name: row for row in rows(case)}
+        current = [x for x in committed["rows"] if not is_older(case, known.get(x["name"]), x)]
+        keep_committed(case.folder / "rows", current)
     remove_older(case, case.folder / "rows", rows(case))
+
+
+def is_older(case: Case, row: Row | None, kept: dict[str, Any]) -> bool:
+    """Whether figures are of a plan that was made anew since, or of a model that was trained anew with it.
+
+    If so, this is said.
+    """
+    if row is None or (row.plan is None and row.model is None):
+        return False
+    plan = row.model / "plan.json" if row.model is not None else case.folder / "plans" / str(row.plan)
+    older = plan.is_file() and not is_of_plan(kept, plan)
+    if older:
+        print(f"{row.name}: the plan was made anew, so its old figures are removed")
+    return older
 
 
 def remove_older(case: Case, folder: Path, found: list[Row]) -> None:
     """Remove kept figures of plans that were made anew, and of models that were trained anew with them."""
     for row in found:
         file = kept_at(folder, row.name)
-        plan = None if row.plan is None else case.folder / "plans" / row.plan
-        if row.model is not None:
-            plan = row.model / "plan.json"
-        if plan is None or not plan.is_file() or not file.is_file():
-            continue
-        if not is_of_plan(read_json(file), plan):
-            print(f"{row.name}: the plan was made anew, so its old figures are removed")
-            file.unlink()
+        if file.is_file() and is_older(case, row, read_json(file)):
+            file.unlink(missing_ok=True)
 
 
 def sizes_of(case: Case) -> dict[str, Any]:
@@ -371,7 +383,7 @@ def assemble() -> None:
             continue
         for x in measured:
             add_what_is_known(case, x)
-        current = {x["plan"]["sha256"] for x in measured if (x["plan"] or {}).get("prompts")}
+        current = {x["plan"].get("sha256") for x in measured if (x["plan"] or {}).get("prompts")}
         lines += [f"\n## {case.model}, {case.sizes.length:,} tokens\n", *table_head(case.sizes)]
         for x in measured:
             dense = dense_of(x["name"])
@@ -411,8 +423,8 @@ def how_measured(case: Case) -> str:
     keys = len(sizes.depths) * sizes.samples
     return (
         f"{sizes.texts} held-out texts, {sizes.scored} tokens scored each; {keys} passkeys per length. "
-        f"Windows hold {case.window} tokens. * = chosen by costs on prompts of 800 tokens. Today they are as "
-        "long as the texts."
+        f"Windows hold {case.window} tokens. * = chosen by costs on prompts of 800 tokens. Today's prompts "
+        "hold whole texts."
     )
 
 

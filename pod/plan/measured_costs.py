@@ -423,7 +423,7 @@ def needle_prompts_of(
         return []
     return needle_prompts(
         exploration.load_tokenizer(),
-        sequences,
+        sequences[::-1] if held_out else sequences,
         count=LOSS_PROMPTS if held_out else explore.retrieval_sequences,
         windows=(exploration.windows["num_sink_tokens"], exploration.windows["num_recent_tokens"]),
         longest=config.max_position_embeddings,

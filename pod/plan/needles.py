@@ -4,10 +4,10 @@ Text seldom needs exact retrieval, so costs on text hardly see what a few heads 
 are text with several such facts; the other half repeat one passage again and again, with the facts among
 the copies, as in passkey tests. Both kinds are needed: among copies, other heads bring the fact back.
 
-A prompt is as long as the text that it is made of, because a head that brings a fact back from 700 tokens
-away need not do so from 2,000. Example: three plans for SmolLM2-135M at a fifth of the bytes find 26, 50 and
-76 % of the passkeys of 2,048 tokens. Their divergence from the dense model, in nats per token of an answer,
-is alike on prompts of 828 tokens: 0.020, 0.018 and 0.021. On 1,816 tokens it is 0.060, 0.047 and 0.027.
+A prompt holds a whole text, because a head that brings a fact back from 700 tokens away need not do so from
+2,000. Example: three plans for SmolLM2-135M at a fifth of the bytes find 26, 50 and 76 % of the passkeys of
+2,048 tokens. Their divergence from the dense model, in nats per token of an answer, is alike on prompts of
+828 tokens: 0.020, 0.018 and 0.021. On prompts of 1,816 tokens it is 0.060, 0.047 and 0.027.
 
 The facts, the questions and their words are not those of any task of `pod eval`.
 """
@@ -75,10 +75,10 @@ def needle_prompts(
         text = texts[number % len(texts)].tolist()
         words = chance.sample(WORDS, FACTS_OF_A_PROMPT)
         repeats = number % 2 == 1
-        wording = FACTS[(number // 2 + 2 * repeats) % len(FACTS)]  # six prompts have all of them
+        wording = FACTS[(number // 2 + 2 * repeats) % len(FACTS)]
         facts = [_Fact.of(tokenizer, *wording, word, chance) for word in words]
         first = text[:1] if text[0] == tokenizer.bos_token_id else []
-        while len(facts) > 1 and longest - sum(fact.size for fact in facts) <= 2 * sum(windows) + 1:
+        while len(facts) > 1 and 4 * (longest - sum(fact.size for fact in facts)) <= 5 * sum(windows):
             facts.pop()  # a model that reads few tokens
         room = longest - len(first) - sum(fact.size for fact in facts)
         body = _body(text[len(first) :], facts, windows, room, repeats, chance)

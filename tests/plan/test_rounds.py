@@ -318,3 +318,42 @@ def test_fewer_exchanges_are_tried_where_many_are_worse(monkeypatch, overrides, 
     assert asked == [0, 4, 2, 1][: {4: 2, 2: 3, 1: 4, 0: 4}[fits]]
     assert rounds.exchanges(plan, found.plan) == fits
     assert [one["exchanged"] for one in found.rounds] == [0, fits][: 1 + (fits > 0)]
+
+
+def test_costs_on_prompts_are_scaled_to_what_was_measured_of_the_plan():
+    costs = np.diag([0.1, 0.2, 0.3, 0.4]).reshape(2, 2, 2, 2)
+    chosen = np.array([[True, False], [True, False]])
+    assert rounds.scaled(costs, chosen, 0.1) == pytest.approx(costs / 4)
+    assert rounds.scaled(costs, chosen, 9.0) == pytest.approx(costs), "they are never made larger"
+    assert not rounds.scaled(costs, chosen, None).any()
+    assert not rounds.scaled(costs, ~chosen & chosen, 0.1).any()
+
+
+def test_exchanges_spare_heads_that_cost_much_on_prompts(monkeypatch, overrides):
+    """Here a head's slope is small while it leads, but its window costs more than any other on prompts."""
+    recipe = load_recipe(None, [*overrides, "explore.rounds=1", "explore.roles=[window]"])
+    text = torch.eye(6, dtype=torch.float64) * 0.01
+    prompts = torch.diag(torch.tensor([0.01, 0.01, 0.01, 5.0, 0.02, 0.02], dtype=torch.float64))
+    tensors = {"windows": text, "windows_retrieval": prompts}
+    tensors = {name: one.view(6, 1, 6, 1) for name, one in tensors.items()}
+    costs = MeasuredCosts({**tensors, "lead4": torch.zeros(6, 1)}, {})
+    plan = SharingPlan(lead=[[None], [None], [None], [3], [4], [5]])
+    tried = []
+
+    class Bench:
+        lead4 = None
+
+        def __init__(self, *_):
+            pass
+
+        def measure(self, plan, with_slopes):
+            tried.append(has_windows(plan)[:, 0])
+            slopes = np.array([0.5, 0.0, 0.0, 0.0, 0.01, 0.01])[:, None]
+            needed = 9.0 if tried[-1][3] else 0.0
+            cost = needed + (1.0 if tried[-1][0] else 0.5)
+            return rounds.Measured(cost, 0.03, cost, slopes if with_slopes else None)
+
+    monkeypatch.setattr(rounds, "_Bench", Bench)
+    found = rounds.improve(Exploration.of(recipe), costs, plan)
+    assert len(tried) == 2 and not tried[1][3], "the first exchange that is tried spares the head"
+    assert not has_windows(found.plan)[0, 0]
