@@ -63,9 +63,16 @@ def test_prompts_are_as_long_as_texts_and_ask_for_what_stands_anywhere_in_them()
     for prompt in needle_prompts(tokenizer, texts, 4, windows=(20, 80), longest=10_000):
         assert len(prompt.input_ids) > 1900
         answers = tokenizer.decode(prompt.input_ids[prompt.answers + 1]).split()
-        parts = [tokenizer.decode(part) for part in prompt.input_ids[:1900].split(475)]
-        halves = ["".join(parts[:2]), "".join(parts[2:])]
+        halves = [tokenizer.decode(half) for half in prompt.input_ids[:1900].split(950)]
         assert all(any(answer in half for answer in answers) for half in halves)
+
+
+def test_texts_as_long_as_the_model_reads_are_cut_and_keep_their_facts():
+    tokenizer = AutoTokenizer.from_pretrained(resolve_model("package:tiny"))
+    for prompt in needle_prompts(tokenizer, [torch.arange(3000) % 211], 4, windows=(16, 1500), longest=3000):
+        assert 2800 < len(prompt.input_ids) <= 3000
+        answers = tokenizer.decode(prompt.input_ids[prompt.answers + 1]).split()
+        assert len(answers) == FACTS_OF_A_PROMPT
 
 
 def test_a_passage_is_repeated():
