@@ -119,9 +119,11 @@ def improve(
         windows = has_windows(best)
         on_prompts = explore.retrieval_weight * scaled(with_prompts - on_text, windows, found.retrieval)
         after = None
-        for of_pairs in [on_text + on_prompts, on_text][not on_prompts.any() :]:
+        for of_pairs in [on_text + on_prompts, on_text] if on_prompts.any() else [on_text]:
             cost = corrected(of_pairs, windows, found.slopes)
-            after = after or _first_better(bench, best, found, cost, max(1, most // EXCHANGED))
+            after = _first_better(bench, best, found, cost, max(1, most // EXCHANGED))
+            if after is not None:
+                break
         if after is None:
             break
         rounds.append(after.found.as_json(exchanges(best, after.plan)))
