@@ -383,15 +383,15 @@ def assemble() -> None:
             continue
         for x in measured:
             add_what_is_known(case, x)
-        current = {x["plan"].get("sha256") for x in measured if (x["plan"] or {}).get("prompts")}
+        current = [roles_of(x) for x in measured if (x["plan"] or {}).get("prompts")]
         lines += [f"\n## {case.model}, {case.sizes.length:,} tokens\n", *table_head(case.sizes)]
         for x in measured:
             dense = dense_of(x["name"])
             if dense not in names:
                 print(f"{x['name']} is left out: it is compared with {dense}, which is not measured")
                 continue
-            is_older = x["plan"] is not None and x["plan"].get("sha256") not in current
-            lines.append(table_line(x, measured[names.index(dense)], more=" *" * is_older))
+            star = " *" if x["plan"] is not None and roles_of(x) not in current else ""
+            lines.append(table_line(x, measured[names.index(dense)], more=star))
         lines += [f"\n{x['name']}: {x['refused']}" for x in found if "refused" in x]
         lines.append(f"\n{how_measured(case)}")
         compared = [x for x in measured if "ratio" in x]
@@ -400,6 +400,11 @@ def assemble() -> None:
     write_json(RESULT, {"environment": environment(), "cases": kept})
     RESULT.with_suffix(".md").write_text("\n".join(lines).strip() + "\n", encoding="utf-8")
     print("\n".join(lines))
+
+
+def roles_of(x: dict[str, Any]) -> tuple[Any, Any]:
+    """What the plan of a row decides: the fingerprint of its heads, and its bits."""
+    return x["plan"].get("sha256"), x["plan"].get("bits")
 
 
 def add_what_is_known(case: Case, x: dict[str, Any]) -> None:

@@ -395,7 +395,7 @@ def describe_cost(config: Any, explore: ExploreArgs, sinks: str = "tokens", item
         losses = min(count, explore.loss_sequences)
         has_windows = "window" in (explore.roles or [])
         if explore.retrieval_sequences and has_windows:
-            what += f" and {explore.retrieval_sequences} prompts as long (which are read once more)"
+            what += f" and {explore.retrieval_sequences} prompts with such texts (read twice)"
         repeated = min(REPEATED_SEQUENCES, explore.retrieval_sequences)
         follows = "follow" in (explore.roles or [])
         if follows or 4 in explore.bits:

@@ -471,7 +471,8 @@ def test_dry_run_names_the_cost(overrides, capsys):
     printed = capsys.readouterr().out
     assert "roles: [window]" in printed
     assert (
-        "nats: one forward and one backward pass over 3 x 48 = 144 tokens and 6 prompts as long (" in printed
+        "nats: one forward and one backward pass over 3 x 48 = 144 tokens and 6 prompts with such texts ("
+        in printed
     )
     assert "a round of one backward and two or more forward passes over 3 sequences and 6 prompts" in printed
     assert " MB of activations\n" in printed

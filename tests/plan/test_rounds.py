@@ -325,6 +325,7 @@ def test_costs_on_prompts_are_scaled_to_what_was_measured_of_the_plan():
     chosen = np.array([[True, False], [True, False]])
     assert rounds.scaled(costs, chosen, 0.1) == pytest.approx(costs / 4)
     assert rounds.scaled(costs, chosen, 9.0) == pytest.approx(costs), "they are never made larger"
+    assert rounds.scaled(costs, chosen, 0.0) == pytest.approx(costs * rounds.LEAST_SHARE)
     assert not rounds.scaled(costs, chosen, None).any()
     assert not rounds.scaled(costs, ~chosen & chosen, 0.1).any()
 
