@@ -281,6 +281,23 @@ def is_of_plan(found: dict[str, Any], plan: Path) -> bool:
     return "bits" not in measured or measured["bits"] == (now.bits and list(now.bits))
 
 
+def of_current_plans(found: list[dict[str, Any]], plans: dict[str, Path]) -> list[dict[str, Any]]:
+    """The rows without those whose plan was made anew since, which are said.
+
+    Args:
+        found: kept figures.
+        plans: the file of a row's plan, by the row's name. Rows without one, or without its file, stay.
+    """
+    current = []
+    for row in found:
+        plan = plans.get(row["name"])
+        if plan is None or not plan.is_file() or is_of_plan(row, plan):
+            current.append(row)
+        else:
+            print(f"{row['name']}: the plan was made anew, so its old figures are removed")
+    return current
+
+
 def named(found: list[Row], only: str, parser: argparse.ArgumentParser) -> list[Row]:
     """The rows whose names match one of the patterns ``only``; all of them without patterns."""
     patterns = [pattern for pattern in only.split(",") if pattern]

@@ -34,11 +34,11 @@ from judge_plans import (
     Bench,
     Row,
     Sizes,
-    is_of_plan,
     keep_committed,
     kept_at,
     measure_missing,
     named,
+    of_current_plans,
     read_kept,
     table_head,
     table_line,
@@ -322,35 +322,27 @@ def restore(case: Case) -> None:
     Raises:
         SystemExit: the committed rows are of other texts or prompts.
     """
+    plans = plan_files(case, rows(case))
+    folder = case.folder / "rows"
     committed = read_json(RESULT)["cases"].get(case.name) if RESULT.is_file() else None
     if committed is not None:
         if committed["sizes"] != sizes_of(case):
             raise SystemExit(f"{RESULT.name} has rows of {case.name} of other sizes: remove it to begin anew")
-        known = {row.name: row for row in rows(case)}
-        current = [x for x in committed["rows"] if not is_older(case, known.get(x["name"]), x)]
-        keep_committed(case.folder / "rows", current)
-    remove_older(case, case.folder / "rows", rows(case))
+        keep_committed(folder, of_current_plans(committed["rows"], plans))
+    remove_older(folder, plans)
 
 
-def is_older(case: Case, row: Row | None, kept: dict[str, Any]) -> bool:
-    """Whether figures are of a plan that was made anew since, or of a model that was trained anew with it.
-
-    If so, this is said.
-    """
-    if row is None or (row.plan is None and row.model is None):
-        return False
-    plan = row.model / "plan.json" if row.model is not None else case.folder / "plans" / str(row.plan)
-    older = plan.is_file() and not is_of_plan(kept, plan)
-    if older:
-        print(f"{row.name}: the plan was made anew, so its old figures are removed")
-    return older
+def plan_files(case: Case, found: list[Row]) -> dict[str, Path]:
+    """The file of each row's plan, or of its model's plan, by the row's name. Methods have none."""
+    of_plans = {row.name: case.folder / "plans" / row.plan for row in found if row.plan is not None}
+    return of_plans | {row.name: row.model / "plan.json" for row in found if row.model is not None}
 
 
-def remove_older(case: Case, folder: Path, found: list[Row]) -> None:
+def remove_older(folder: Path, plans: dict[str, Path]) -> None:
     """Remove kept figures of plans that were made anew, and of models that were trained anew with them."""
-    for row in found:
-        file = kept_at(folder, row.name)
-        if file.is_file() and is_older(case, row, read_json(file)):
+    for name in plans:
+        file = kept_at(folder, name)
+        if file.is_file() and not of_current_plans([read_json(file)], plans):
             file.unlink(missing_ok=True)
 
 

@@ -31,9 +31,9 @@ from judge_plans import (
     Bench,
     Row,
     Sizes,
-    is_of_plan,
     keep_committed,
     measure_missing,
+    of_current_plans,
     read_kept,
     table_head,
     table_line,
@@ -262,12 +262,8 @@ def restore(model: str) -> None:
     if not RESULT.is_file():
         return
     plans = {row.name: plan for row in rows(model) if (plan := plan_file(model, row)) is not None}
-    current = []
-    for found in read_json(RESULT)["models"].get(model, []):
-        plan = plans.get(found["name"])
-        if plan is None or is_of_plan(found, plan):
-            current.append(found)
-    keep_committed(WORK / model / "rows", current)
+    committed = read_json(RESULT)["models"].get(model, [])
+    keep_committed(WORK / model / "rows", of_current_plans(committed, plans))
 
 
 def way_of(name: str) -> str:

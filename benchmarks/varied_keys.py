@@ -26,7 +26,7 @@ from typing import Any
 import plans_layers
 import torch
 from judge_plans import Bench, Found, Row, Sizes, keep_committed, kept_at, key_cell, named, read_kept
-from plans_by_bytes import CASES, DTYPE, RESULT, ROOT, recipe_of, remove_older, rows
+from plans_by_bytes import CASES, DTYPE, RESULT, ROOT, plan_files, recipe_of, remove_older, rows
 
 from pod.eval.statistics.confidence import mcnemar
 from pod.eval.suites.haystack import Frame, load_sentences
@@ -172,7 +172,7 @@ def assemble() -> None:
             f"{OUT.name} has rows of other prompts: {committed['settings']}. Remove it to begin anew"
         )
     keep_committed(KEPT, committed["rows"])
-    remove_older(CASE, KEPT, all_rows())
+    remove_older(KEPT, plan_files(CASE, all_rows()))
     found = sorted(read_kept(KEPT, ROOT), key=lambda x: x["name"])
     lines = [f"| | {' | '.join(KINDS)} |", "|" + "---|" * (len(KINDS) + 1)]
     lines += [f"| {x['name']} | {' | '.join(key_cell(x['right'][kind]) for kind in KINDS)} |" for x in found]
@@ -196,7 +196,7 @@ def main() -> None:
         assemble()
         return
     wanted = named(all_rows(), given.only, parser)
-    remove_older(CASE, KEPT, wanted)
+    remove_older(KEPT, plan_files(CASE, wanted))
     missing = [row for row in wanted if not kept_at(KEPT, row.name).is_file()]
     if not missing:
         return

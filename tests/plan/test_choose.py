@@ -284,6 +284,9 @@ def test_measured_losses_are_those_of_a_model_with_the_plan(overrides, tmp_path)
         assert not {tuple(x.input_ids.tolist()) for x in prompts} & {
             tuple(x.input_ids.tolist()) for x in measured
         }
+        assert torch.equal(prompts[0].input_ids[:2], text[-1][:2]), (
+            "of the last texts, which rounds read last"
+        )
         kinds = {
             "text": [model(row[None], labels=row[None]).loss.item() for row in text[-2:]],
             "retrieval": [loss_of_answers(model, prompt) for prompt in prompts],
@@ -346,6 +349,17 @@ def test_other_settings_of_measuring_measure_again_and_keep_the_file(overrides, 
     assert not torch.equal(old.tensors[name], new.tensors[name])
     (kept,) = (tmp_path / "run" / "plan").glob("plan_costs-*.safetensors")
     assert torch.equal(MeasuredCosts.load(kept).tensors[name], old.tensors[name])
+
+
+def test_costs_of_shorter_prompts_are_measured_again(overrides, tmp_path, capsys):
+    recipe = load_recipe(None, overrides)
+    explore.main(recipe)
+    path = tmp_path / "run" / "plan" / "plan_costs.safetensors"
+    costs = MeasuredCosts.load(path)
+    del costs.provenance["prompts"]
+    costs.save(path)
+    explore.main(recipe)
+    assert "differs in prompts from the recipe: it is measured again" in capsys.readouterr().out
 
 
 def test_costs_of_an_old_schema_are_one_line(overrides, tmp_path):
