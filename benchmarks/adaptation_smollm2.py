@@ -54,6 +54,8 @@ TRAIN: dict[str, Any] = {
 LABELS: dict[str, Any] = {"distill": 0.0, "learning_rate": 1e-3}
 """Such rows learn from the text itself, and are compared with the dense model trained alike."""
 SLOW: dict[str, Any] = {"learning_rate": 1e-3}
+LONG: dict[str, Any] = SLOW | {"max_steps": 4 * STEPS, "warmup_ratio": 1 / STEPS, "allow_repeats": True}
+"""Four times as many tokens, which are each row of the text twice."""
 SLOW_EVERYWHERE: dict[str, Any] = SLOW | {
     "lora_target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 }
@@ -92,7 +94,9 @@ def rows() -> list[Row]:
         Row("20-all-distilled", "plan_20", SLOW_EVERYWHERE),
         Row("retrieval_4_20-slow-distilled", "plan_retrieval_4_20", SLOW),
         Row("retrieval_16_20-slow-distilled", "plan_retrieval_16_20", SLOW),
+        Row("retrieval_16_20-long-distilled", "plan_retrieval_16_20", LONG),
         Row("retrieval_16_12.5-slow-distilled", "plan_retrieval_16_12.5", SLOW),
+        Row("retrieval_16_12.5-long-distilled", "plan_retrieval_16_12.5", LONG),
     ]
 
 

@@ -240,9 +240,14 @@ class Bench:
         }
 
     def dense_bytes(self, row: Row) -> int:
-        config = self.model(row).config
-        heads = config.num_hidden_layers * config.num_key_value_heads
-        return 2 * heads * config.head_dim * (self.sizes.length - 1) * self.dtype.itemsize
+        """Bytes of the keys and values of the text's tokens but the last, as the model was trained.
+
+        Layers that were trained with windows keep these, and no more.
+        """
+        config, tokens = self.model(row).config, self.sizes.length - 1
+        windows = config.layer_windows or [None] * config.num_hidden_layers
+        kept = sum(tokens if window is None else min(window, tokens) for window in windows)
+        return 2 * kept * config.num_key_value_heads * config.head_dim * self.dtype.itemsize
 
     def with_refusals(self, group: list[Row]) -> list[tuple[Row, dict[str, Any]]]:
         """Rows with their figures, or with why a method refused."""

@@ -6,14 +6,16 @@
     OMP_NUM_THREADS=1 python benchmarks/plans_by_bytes.py --model smollm2 --length 2048 --part 1/2
     python benchmarks/plans_by_bytes.py --assemble     # results/plans_by_bytes.json and .md, pictures
 
-Models: `smollm2` (SmolLM2-135M, 30 layers of 3 KV heads) and `qwen` (Qwen2.5-Coder-0.5B-Instruct, 24 of 2).
-`joined_models.py` says how to install the second. Texts of 8,192 tokens are not measured yet.
+Models: `smollm2` (SmolLM2-135M, 30 layers of 3 KV heads), `qwen` (Qwen2.5-Coder-0.5B-Instruct, 24 of 2) and
+`gemma3` (Gemma 3 270M, 18 of 1, of which 15 layers were trained with windows of 512 tokens).
+`joined_models.py` says how to install the last two. Texts of 8,192 tokens are not measured yet.
 
 A row is a plan or a method at a share of the bytes that the dense model holds at this length. `pod explore`
-chooses a plan by nats: heads keep windows, layers keep 4 bits. Perplexity: the last tokens of held-out texts,
-decoded one by one from the compressed cache. Passkeys: the text is read and compressed first, then asked.
-`judge_plans.py` measures. Models that adaptation_smollm2.py exported are rows too. Those that learned from
-labels are compared with the dense model trained alike, all other rows with the dense model as it is.
+chooses a plan by nats: heads keep windows, layers keep 4 bits. A plan's name says its share of the layers
+that see all tokens; `gemma3` has others too, so its table says another share. Perplexity: the last tokens of
+held-out texts, decoded one by one from the compressed cache. Passkeys: the text is read and compressed first,
+then asked. `judge_plans.py` measures. Models that adaptation_smollm2.py exported are rows too. Those that
+learned from labels are compared with the dense model trained alike, all other rows with the dense model as it is.
 
 Figures are kept in runs/plans_by_bytes/<model>-<length>/ and in the committed JSON, so that an interrupted
 run goes on, elsewhere too. A plan of other costs is made and measured anew. To begin from nothing, remove
@@ -146,6 +148,14 @@ CASES = {
             methods={"razor+int4": (0.125, 0.2), "int4": (None,)},
             sizes=Sizes(samples=2, batch=4),
             measuring=("rounds=0",),  # a round takes 25 minutes a plan
+        ),
+        Case(
+            "gemma3",
+            pairs=(3, 1),  # 15 more layers were trained with windows: no head of them has a role
+            window=128,
+            plans={"stored": (0.2, 0.33, 0.5)},
+            methods={"pod+int4": (None,)},  # the others refuse models with windows of their own
+            sizes=Sizes(batch=4),
         ),
     )
 }
@@ -425,9 +435,13 @@ def how_measured(case: Case) -> str:
     )
 
 
-def kind_of(name: str) -> str:
-    """What a row is drawn as."""
+def kind_of(name: str) -> str | None:
+    """What a row is drawn as; None = it is not drawn."""
     words = name.split()
+    if words[0] == "dense":
+        return None
+    if words[0] == "adapted":
+        return "plan, distilled" if name.endswith("-long-distilled") else None
     if words[0] == "plan":
         kinds = {"stored": "plan, stored first tokens"}
         kinds |= {kind: f"plan, retrieval weighs {weight:g}" for kind, weight in WEIGHTS.items()}
@@ -442,8 +456,9 @@ def draw(case: Case, measured: list[dict[str, Any]]) -> None:
 
     found: dict[str, list[dict[str, Any]]] = {}
     for x in measured:
-        if x["name"] != "dense" and not x["name"].startswith("adapted"):
-            found.setdefault(kind_of(x["name"]), []).append(x)
+        kind = kind_of(x["name"])
+        if kind is not None:
+            found.setdefault(kind, []).append(x)
     figure = Figure(figsize=(11, 5.6), layout="constrained")
     answers = [x["passkeys"][str(case.sizes.key_lengths[-1])] for x in measured]
     all_found = all(map(all, answers))  # then a picture of them says nothing

@@ -2,6 +2,7 @@
 
 import argparse
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -57,6 +58,26 @@ def test_a_row_holds_its_share_of_the_bytes(script, model, spec, tmp_path, monke
     # whole heads stay in razor; other methods have a budget in tokens, and rings with some free slots
     step = 1 / (LAYERS * HEADS) if spec.startswith("razor") else 0.04
     assert cache.nbytes / dense == pytest.approx(share, abs=step)
+
+
+@pytest.mark.parametrize("windows", [None, [100, None, 700, None]])
+def test_dense_bytes_are_those_of_a_cache_of_the_model(script, model, windows):
+    """Layers that were trained with windows hold these, or all tokens where they are fewer."""
+    judge = script("judge_plans")
+    if windows is not None:
+        lead = [[layer if own is None else None] * HEADS for layer, own in enumerate(windows)]
+        config = pod.PodConfig.from_dict(model.config.to_dict() | {"layer_windows": windows, "lead": lead})
+        model = pod.PodForCausalLM(config).bfloat16().eval()
+    bench = SimpleNamespace(
+        model=lambda row: model, sizes=judge.Sizes(length=LENGTH), dtype=torch.bfloat16
+    )
+    cache = pod.make_cache(model, "pod")
+    with torch.no_grad():
+        model(torch.randint(61, (1, LENGTH - 1)), past_key_values=cache, use_cache=True)
+    dense = judge.Bench.dense_bytes(bench, judge.Row("dense", "full"))
+    per_token = 2 * HEADS * HEAD_DIM * 2
+    assert dense == per_token * (4 * (LENGTH - 1) if windows is None else 100 + 3 * (LENGTH - 1))
+    assert cache.nbytes / dense == pytest.approx(1, abs=0.05)
 
 
 def test_a_plan_that_was_made_anew_loses_its_old_figures(script, tmp_path, monkeypatch, capsys):
