@@ -7,6 +7,10 @@ lead to window is the *slope* of that head. It has the same two parts as the cos
 prompts that ask for a number far back (``needles.py``). A head that leads gets no credit for a prompt on
 which a window would help: there its slope is cut at 0.
 
+Costs on prompts are found where every head is half a window. They rank heads, and are too large near a plan.
+So the plan is first measured beside two others, whose windows are chosen as if prompts weighed a fourth and a
+sixteenth of that (`LIGHTER`). The best of the three goes on.
+
 Windows ``a`` (1 = window) cost ``a' M a + c' a``. ``M`` are the pairs of the costs on text, and the costs of
 single heads on prompts, made to fit the plan (`scaled`). ``c`` is such that the slopes at the plan are the
 measured ones (`corrected`). One round exchanges windows for leads by this cost, at most a third of the
@@ -41,12 +45,14 @@ from pod.plan.layer_constants import TENSORS, measured_constants
 from pod.plan.measured_costs import MeasuredCosts, measure_mean, needle_prompts_of
 from pod.plan.needles import Prompt
 from pod.plan.solve import Floats
-from pod.plan.together import Bools, changeable, cost_of_leads, exchanged, has_windows, in_order
+from pod.plan.together import Bools, changeable, cost_of_leads, exchanged, has_windows, in_order, rechosen
 from pod.training.checkpoint.run_identity import sha256_of
 from pod.training.run.mesh import from_rank_0
 
 EXCHANGED = 3
 """A round exchanges at most one of so many windows, or leads where there are fewer."""
+LIGHTER = (1 / 4, 1 / 16)
+"""Shares of the costs on prompts with which windows are chosen again, before the first round."""
 LEAST_SHARE = 0.1
 """Costs on prompts are scaled by this at least, so that heads which retrieve keep a price in a good plan."""
 LEAST_GAIN = 1e-3
@@ -111,25 +117,17 @@ def improve(
         in_order(at_granularity(explore, total_costs(costs.tensors, weight))["windows"], kv_order)
         for weight in (0.0, 1.0)
     )
+    on_prompts = explore.retrieval_weight * (with_prompts - on_text)
     bench = _Bench(exploration, costs, kv_order, lead4)
-    best, rounds = plan, []
+    taken = _starts(bench, plan, on_text, on_prompts)
     for _ in range(explore.rounds):
-        found = bench.measure(best, with_slopes=True)
-        rounds = rounds or [found.as_json(exchanged=0)]
-        assert found.slopes is not None, "they are wanted"
-        windows = has_windows(best)
-        on_prompts = explore.retrieval_weight * scaled(with_prompts - on_text, windows, found.retrieval)
-        after = None
-        for of_pairs in [on_text + on_prompts, on_text] if on_prompts.any() else [on_text]:
-            cost = corrected(of_pairs, windows, found.slopes)
-            after = _first_better(bench, best, found, cost, max(1, most // EXCHANGED))
-            if after is not None:
-                break
+        after = _after_round(bench, taken[-1].plan, on_text, on_prompts, max(1, most // EXCHANGED))
         if after is None:
             break
-        rounds.append(after.found.as_json(exchanges(best, after.plan)))
-        best = after.plan
-    return Improved(best, rounds)
+        taken.append(after)
+    before = [plan, *(one.plan for one in taken)]
+    rounds = [one.found.as_json(exchanges(was, one.plan)) for was, one in zip(before, taken, strict=False)]
+    return Improved(taken[-1].plan, rounds)
 
 
 class _Taken(NamedTuple):
@@ -137,6 +135,45 @@ class _Taken(NamedTuple):
 
     plan: SharingPlan
     found: Measured
+
+    def costs_less_than(self, other: Measured) -> bool:
+        return self.found.cost < other.cost * (1 - LEAST_GAIN)
+
+
+def _starts(bench: "_Bench", plan: SharingPlan, on_text: Floats, on_prompts: Floats) -> list[_Taken]:
+    """The plan, measured. Behind it the best one with windows of lighter costs on prompts, if that costs less.
+
+    Args:
+        on_text, on_prompts: costs of pairs of windows ``[L, H, L, H]``.
+    """
+    others: list[SharingPlan] = []
+    for share in LIGHTER if on_prompts.any() else ():
+        windows = on_text + share * on_prompts
+        other, _ = from_rank_0(partial(rechosen, plan, 0.0, windows, bench.lead4))
+        if other.lead not in [plan.lead, *(one.lead for one in others)]:
+            others.append(other)
+    # A plan that stands alone gets its slopes at once. Otherwise only the best plan needs them.
+    first = _Taken(plan, bench.measure(plan, with_slopes=not others))
+    tried = [_Taken(other, bench.measure(other, with_slopes=False)) for other in others]
+    best = min(tried, key=lambda one: one.found.cost, default=first)
+    return [first, best] if best.costs_less_than(first.found) else [first]
+
+
+def _after_round(
+    bench: "_Bench", start: SharingPlan, on_text: Floats, on_prompts: Floats, most: int
+) -> _Taken | None:
+    """A plan that costs less than ``start``, after at most so many exchanges. None = none was found."""
+    found = bench.measure(start, with_slopes=True)
+    assert found.slopes is not None, "they are wanted"
+    windows = has_windows(start)
+    weighed = bench.exploration.explore.retrieval_weight * (found.retrieval or 0.0)
+    near = on_text + scaled(on_prompts, windows, weighed)
+    for of_pairs in [near, on_text] if on_prompts.any() else [on_text]:
+        cost = corrected(of_pairs, windows, found.slopes)
+        after = _first_better(bench, start, found, cost, most)
+        if after is not None:
+            return after
+    return None
 
 
 def _first_better(
@@ -154,9 +191,9 @@ def _first_better(
         plan = from_rank_0(partial(exchanged, start, cost, most, bench.lead4))
         if plan.lead not in known:
             known.add(plan.lead)
-            measured = bench.measure(plan, with_slopes=False)
-            if measured.cost < found.cost * (1 - LEAST_GAIN):
-                return _Taken(plan, measured)
+            tried = _Taken(plan, bench.measure(plan, with_slopes=False))
+            if tried.costs_less_than(found):
+                return tried
             most = exchanges(start, plan)  # it may be fewer
         most //= 2
     return None
@@ -167,7 +204,7 @@ def exchanges(before: SharingPlan, after: SharingPlan) -> int:
     return int((has_windows(before) & ~has_windows(after)).sum())
 
 
-def scaled(windows: Floats, chosen: Bools, measured: float | None) -> Floats:
+def scaled(windows: Floats, chosen: Bools, measured: float) -> Floats:
     """The costs of windows on prompts, such that the chosen windows cost what was measured of them together.
 
     The costs of `measure_retrieval` are found where every head is half a window. They say which heads
@@ -181,14 +218,14 @@ def scaled(windows: Floats, chosen: Bools, measured: float | None) -> Floats:
     Args:
         windows: ``[L, H, L, H]``, cost of pairs of windows.
         chosen: ``[L, H]``, the windows of the plan.
-        measured: nats per token of an answer; None = there are no prompts.
+        measured: what they cost together.
 
     Returns:
         ``[L, H, L, H]``, from `LEAST_SHARE` of ``windows`` to all of it.
     """
     flat = chosen.ravel().astype(float)
     together = float(flat @ windows.reshape(chosen.size, -1) @ flat)
-    if measured is None or together <= 0:
+    if together <= 0:
         return np.zeros_like(windows)
     return windows * min(1.0, max(LEAST_SHARE, measured / together))
 
