@@ -15,7 +15,8 @@ chooses a plan by nats: heads keep windows, layers keep 4 bits. A plan's name sa
 that see all tokens; `gemma3` has others too, so its table says another share. Perplexity: the last tokens of
 held-out texts, decoded one by one from the compressed cache. Passkeys: the text is read and compressed first,
 then asked. `judge_plans.py` measures. Models that adaptation_smollm2.py exported are rows too. Those that
-learned from labels are compared with the dense model trained alike, all other rows with the dense model as it is.
+learned from labels are compared with the dense model trained alike, all other rows with the dense model as it
+is.
 
 Figures are kept in runs/plans_by_bytes/<model>-<length>/ and in the committed JSON, so that an interrupted
 run goes on, elsewhere too. A plan of other costs is made and measured anew. To begin from nothing, remove

@@ -141,7 +141,7 @@ class _Taken(NamedTuple):
 
 
 def _starts(bench: "_Bench", plan: SharingPlan, on_text: Floats, on_prompts: Floats) -> list[_Taken]:
-    """The plan, measured. Behind it the best one with windows of lighter costs on prompts, if that costs less.
+    """The plan, measured, and behind it the best one by lighter costs on prompts, if that costs less.
 
     Args:
         on_text, on_prompts: costs of pairs of windows ``[L, H, L, H]``.

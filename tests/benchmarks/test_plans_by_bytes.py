@@ -68,9 +68,7 @@ def test_dense_bytes_are_those_of_a_cache_of_the_model(script, model, windows):
         lead = [[layer if own is None else None] * HEADS for layer, own in enumerate(windows)]
         config = pod.PodConfig.from_dict(model.config.to_dict() | {"layer_windows": windows, "lead": lead})
         model = pod.PodForCausalLM(config).bfloat16().eval()
-    bench = SimpleNamespace(
-        model=lambda row: model, sizes=judge.Sizes(length=LENGTH), dtype=torch.bfloat16
-    )
+    bench = SimpleNamespace(model=lambda row: model, sizes=judge.Sizes(length=LENGTH), dtype=torch.bfloat16)
     cache = pod.make_cache(model, "pod")
     with torch.no_grad():
         model(torch.randint(61, (1, LENGTH - 1)), past_key_values=cache, use_cache=True)
