@@ -64,8 +64,8 @@ STORED = 16
 """First tokens that are stored where no constants stand for them."""
 
 
-WEIGHTS = {"retrieval_4": 4.0, "retrieval_16": 16.0}
-"""Kinds of plans with constants for which retrieval weighs more than by default."""
+WEIGHTS = {"retrieval_0.5": 0.5, "retrieval_16": 16.0}
+"""Kinds of plans with constants for which retrieval weighs less or more than by default."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ CASES = {
             window=128,
             plans={
                 "constant": (0.125, 0.15, 0.2, 0.33, 0.5),
-                "retrieval_4": (0.2,),
+                "retrieval_0.5": (0.2,),
                 "retrieval_16": (0.125, 0.15, 0.2),
                 "stored": (0.15, 0.2),
             },
@@ -145,10 +145,9 @@ CASES = {
             "qwen",
             pairs=(24, 2),
             window=128,
-            plans={"constant": (0.125, 0.2, 0.33), "retrieval_16": (0.2,)},
+            plans={"constant": (0.2,), "retrieval_0.5": (0.125, 0.2, 0.33), "retrieval_16": (0.2,)},
             methods={"razor+int4": (0.125, 0.2), "int4": (None,)},
             sizes=Sizes(samples=2, batch=4),
-            measuring=("rounds=0",),  # a round takes 25 minutes a plan
         ),
         Case(
             "gemma3",

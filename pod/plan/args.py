@@ -66,7 +66,7 @@ class ExploreArgs:
     what they are for. A prompt is as long as a text. For followers and 4 bits, two sequences of random
     tokens, repeated four times, are measured too. 0 = text only."""
 
-    retrieval_weight: NonNegativeFloat = 0.5
+    retrieval_weight: NonNegativeFloat = 4.0
     """With nats: how many tokens of text a token of a retrieved answer weighs in the cost of a plan.
     Higher = more heads that retrieve, fewer that serve text. 0 = text only."""
 
