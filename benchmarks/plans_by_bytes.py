@@ -156,6 +156,7 @@ CASES = {
             plans={"stored": (0.2, 0.33, 0.5)},
             methods={"pod+int4": (None,)},  # the others refuse models with windows of their own
             sizes=Sizes(batch=4),
+            measuring=("rounds=0",),  # four minutes for each of a handful of plans
         ),
     )
 }
@@ -228,7 +229,7 @@ def make_plans(case: Case) -> None:
 
 def make_plans_of(case: Case, kind: str, shares: tuple[float, ...]) -> None:
     """Costs, and a plan for every share that these windows can reach."""
-    from pod.plan.choose import choose, improved
+    from pod.plan.choose import choose, improved, in_all_layers
     from pod.plan.exploration import Exploration
     from pod.plan.measured_costs import COSTS_NAME, MeasuredCosts
 
@@ -248,7 +249,7 @@ def make_plans_of(case: Case, kind: str, shares: tuple[float, ...]) -> None:
             file.unlink(missing_ok=True)  # of other costs
             continue
         plan = improved(replace(own, explore=explore), costs, choice).plan
-        plan.save(file)
+        in_all_layers(plan).save(file)
         packed = 0 if plan.bits is None else plan.bits.count(4)
         roles = f"{plan.num_leads} lead, {plan.num_followers} follow, {plan.num_windows} keep windows"
         print(f"{file.stem}: {roles}, {packed} layers in 4 bits", flush=True)
