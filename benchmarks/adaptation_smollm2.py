@@ -1,4 +1,4 @@
-"""Ways to train plans of SmolLM2-135M on the same tokens.
+"""Ways to train plans of SmolLM2-135M.
 
     # once: the plans (see there for what comes before)
     python benchmarks/plans_by_bytes.py --model smollm2 --plans
@@ -8,10 +8,10 @@
     OMP_NUM_THREADS=1 python benchmarks/plans_by_bytes.py --model smollm2 --only "adapted*"
     python benchmarks/plans_by_bytes.py --assemble
 
-Every row trains so many steps of one packed row through `launch/train_pod.py`, in the same order (seed 0),
-and leaves runs/adaptation_smollm2/<row>/export. The text with copies is the same rows, in which later spans
-are replaced by copies of earlier ones that lie behind every window: which tokens teach a model to look far
-back is one of the questions.
+A row trains STEPS steps of one packed row, or four times as many (`LONG`), through `launch/train_pod.py`, in
+the same order (seed 0), and leaves runs/adaptation_smollm2/<row>/export. The text with copies is the same
+rows, in which later spans are replaced by copies of earlier ones that lie behind every window: which tokens
+teach a model to look far back is one of the questions.
 """
 
 import argparse

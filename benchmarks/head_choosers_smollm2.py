@@ -81,6 +81,7 @@ def plans(own: Exploration, folder: Path) -> dict[str, pod.SharingPlan]:
                 budget_length=0,
                 target_saving=1 - leads / 90 - 1e-6,
                 rounds=rounds,
+                retrieval_weight=0.5,
             )
             choice = choose(costs, explore, own.windows)
             found[f"{name}, {leads}"] = improved(replace(own, explore=explore), costs, choice).plan

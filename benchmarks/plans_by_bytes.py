@@ -232,11 +232,14 @@ def make_plans_of(case: Case, kind: str, shares: tuple[float, ...]) -> None:
     from pod.plan.choose import choose, improved, in_all_layers
     from pod.plan.exploration import Exploration
     from pod.plan.measured_costs import COSTS_NAME, MeasuredCosts
+    from pod.plan.rounds import LIGHTER
 
     own = Exploration.of(recipe_of(case, kind))
     run(case, kind, "explore.py", "--set", "explore.rounds=0")  # costs that fit are used again
     costs = MeasuredCosts.load(own.folder / COSTS_NAME)
     made_of = costs.provenance | {"retrieval_weight": own.explore.retrieval_weight}
+    if own.explore.rounds:
+        made_of["lighter_costs_on_prompts"] = list(LIGHTER)
     for share in shares:
         file = plan_file(case, kind, share)
         if file.is_file() and is_made_of(SharingPlan.load(file), made_of):
@@ -431,8 +434,8 @@ def how_measured(case: Case) -> str:
     keys = len(sizes.depths) * sizes.samples
     return (
         f"{sizes.texts} held-out texts, {sizes.scored} tokens scored each; {keys} passkeys per length. "
-        f"Windows hold {case.window} tokens. * = chosen by costs on prompts of 800 tokens. Today's prompts "
-        "hold whole texts."
+        f"Windows hold {case.window} tokens. * = retrieval weighed 0.5, unless the name says 16, and was "
+        "measured on prompts of 800 tokens. Today's prompts hold whole texts."
     )
 
 
@@ -442,7 +445,7 @@ def kind_of(name: str) -> str | None:
     if words[0] == "dense":
         return None
     if words[0] == "adapted":
-        return "plan, distilled" if name.endswith("-long-distilled") else None
+        return "plan, retrieval weighs 16, distilled" if name.endswith("-long-distilled") else None
     if words[0] == "plan":
         kinds = {"stored": "plan, stored first tokens"}
         kinds |= {kind: f"plan, retrieval weighs {weight:g}" for kind, weight in WEIGHTS.items()}

@@ -124,7 +124,8 @@ def write_recipe(
     recipe = yaml.safe_load((ROOT / "configs" / "plans_smollm2.yaml").read_text(encoding="utf-8"))
     recipe["output_dir"] = str(folder)
     recipe["model"] = {"path": model_path(model), **SINKS[sinks], **changes}
-    recipe["explore"] |= {"roles": ["window"], "align_heads": False}
+    # The committed plans are of this weight, or of 1 where they are older.
+    recipe["explore"] |= {"roles": ["window"], "align_heads": False, "retrieval_weight": 0.5}
     recipe["data"]["target_tokens"] = TRAINING_TOKENS
     if train is not None:
         recipe["train"] = TRAIN | {"warmup_ratio": 4 / train["max_steps"]} | train

@@ -72,8 +72,9 @@ class ExploreArgs:
 
     rounds: NonNegativeInt = 1
     """With nats and windows: how often windows are measured again where the plan has them, and exchanged for
-    leads if that lowers what is measured. A round reads up to 8 of the texts, and all prompts, for every
-    target_saving anew. 0 = take the plan of the costs."""
+    leads if that lowers what is measured. First the best of three choices of windows is taken. A round
+    reads up to 8 of the texts, and all prompts, for every target_saving anew. 0 = take the plan of the
+    costs."""
 
     loss_sequences: NonNegativeInt = 4
     """With nats: number of sequences on which the loss of the model is measured, with and without the

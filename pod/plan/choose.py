@@ -44,7 +44,7 @@ from pod.plan.measured_costs import (
     needle_prompts_of,
 )
 from pod.plan.needles import Prompt
-from pod.plan.rounds import improve
+from pod.plan.rounds import LIGHTER, improve
 from pod.plan.similarity import dissimilarity, greedy_plan
 from pod.plan.solve import Floats, Frontier, PackedFrontier, solve, solve_packed
 from pod.plan.together import Plans, in_order
@@ -107,7 +107,7 @@ def improved(exploration: Exploration, costs: MeasuredCosts, choice: Choice) -> 
     found = improve(exploration, costs, plan, choice.kv_order, choice.plans.lead4)
     if not found.rounds:
         return choice
-    provenance = choice.plan.provenance | {"rounds": found.rounds}
+    provenance = choice.plan.provenance | {"rounds": found.rounds, "lighter_costs_on_prompts": list(LIGHTER)}
     plan = replace(found.plan, provenance=provenance)
     return replace(choice, plan=_finished(plan, costs, exploration.windows, choice.kv_order))
 

@@ -9,7 +9,9 @@ which a window would help: there its slope is cut at 0.
 
 Costs on prompts are found where every head is half a window. They rank heads, and are too large near a plan.
 So the plan is first measured beside two others, whose windows are chosen as if prompts weighed a fourth and a
-sixteenth of that (`LIGHTER`). The best of the three goes on.
+sixteenth of that (`LIGHTER`). The best of the three goes on. Example: Qwen2.5-Coder-0.5B, windows in 26 of 48
+heads, prompts weigh 4. The costs choose a plan with 0.0453 nats on texts and 0.0133 on prompts. With lighter
+costs it has 0.0224 and 0.0110.
 
 Windows ``a`` (1 = window) cost ``a' M a + c' a``. ``M`` are the pairs of the costs on text, and the costs of
 single heads on prompts, made to fit the plan (`scaled`). ``c`` is such that the slopes at the plan are the
@@ -85,7 +87,8 @@ class Improved(NamedTuple):
 
     Attributes:
         plan: with as many windows as before, in other heads.
-        rounds: for JSON: what was measured under the first plan, and after each round that lowered it.
+        rounds: for JSON: what was measured under the first plan, under a better start if there is one, and
+            after each round that lowered it. ``exchanged`` counts windows that the plan before did not have.
     """
 
     plan: SharingPlan
@@ -288,7 +291,8 @@ class _Bench:
         """
         windows = self._of_model(has_windows(plan))
         path = self._path(windows, with_slopes)
-        found = from_rank_0(lambda: MeasuredCosts.load(path) if path.exists() else None)
+        kept = [path, self._path(windows, with_slopes=True)]  # with slopes, the divergence comes first too
+        found = from_rank_0(lambda: next((MeasuredCosts.load(one) for one in kept if one.exists()), None))
         if found is None:
             found = self._measured(windows, with_slopes, path.with_suffix(".partial"))
             if not dist.is_initialized() or dist.get_rank() == 0:
