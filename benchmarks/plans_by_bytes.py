@@ -480,7 +480,9 @@ def draw(case: Case, measured: list[dict[str, Any]]) -> None:
             right = [x["passkeys"][str(case.sizes.key_lengths[-1])] for x in entries]
             panels[1].plot(places, [100 * fmean(answers) for answers in right], **style)
     panels[0].axhline(1, color="0.4", linewidth=0.8)
-    highest = max(x["ratio"][2] for entries in found.values() for x in entries)
+    drawn = [x for entries in found.values() for x in entries]
+    highest = max(x["ratio"][2] for x in drawn)
+    widest = max(100 * x["bytes_over_dense"] for x in drawn)
     panels[0].set_ylim(0.985, min(highest + 0.01, 1.5))
     panels[0].set_ylabel("perplexity / dense (95 % over texts)")
     if not all_found:
@@ -488,7 +490,7 @@ def draw(case: Case, measured: list[dict[str, Any]]) -> None:
         panels[1].set_ylabel(f"passkeys at {case.sizes.key_lengths[-1]:,} tokens (%)")
     for axes in panels:
         axes.set_xlabel("bytes held (% of 16 bits)")
-        axes.set_xlim(5, 70)
+        axes.set_xlim(5, max(70, widest + 3))
         axes.grid(alpha=0.3)
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=9)
     figure.savefig(PICTURES / f"plans_{case.name.replace('-', '_')}.png", dpi=110)
