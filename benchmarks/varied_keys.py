@@ -44,6 +44,8 @@ RAZOR_OF_LAYERS = "razor 39 heads windows of 256"
 PAIRS = (
     ("plan stored 20", "razor+int4 20"),
     ("adapted stored_20-matched", "razor+int4 20"),
+    ("plan 20", "razor+int4 20"),
+    ("plan 20", "plan retrieval_0.5 20"),
     ("plan retrieval_0.5 20", "razor+int4 20"),
     ("plan retrieval_16 20", "razor+int4 20"),
     ("plan retrieval_16 20", "plan retrieval_0.5 20"),
@@ -51,6 +53,9 @@ PAIRS = (
     ("adapted retrieval_16_20-slow-distilled", "razor+int4 20"),
     ("adapted retrieval_16_20-slow-distilled", "adapted retrieval_0.5_20-slow-distilled"),
     ("adapted retrieval_16_20-slow-distilled", "dense"),
+    ("adapted retrieval_16_20-long-distilled", "adapted retrieval_16_20-slow-distilled"),
+    ("adapted retrieval_16_20-long-distilled", "razor+int4 20"),
+    ("adapted retrieval_16_20-long-distilled", "dense"),
     ("plan stored 15", "razor+int4 15"),
     ("adapted stored_15-matched", "razor+int4 15"),
     ("layers 50 sinks constant", "heads 50 sinks tokens"),
