@@ -245,7 +245,7 @@ class Bench:
         Layers that were trained with windows keep these, and no more.
         """
         config, tokens = self.model(row).config, self.sizes.length - 1
-        windows = config.layer_windows or [None] * config.num_hidden_layers
+        windows = map(config.window_of, range(config.num_hidden_layers))
         kept = sum(tokens if window is None else min(window, tokens) for window in windows)
         return 2 * kept * config.num_key_value_heads * config.head_dim * self.dtype.itemsize
 

@@ -407,7 +407,8 @@ def describe_cost(config: Any, explore: ExploreArgs, sinks: str = "tokens", item
         if explore.rounds and has_windows:
             read = f"{min(count, ROUND_SEQUENCES)} sequences and {explore.retrieval_sequences} prompts"
             rounds = "a round" if explore.rounds == 1 else f"{explore.rounds} rounds"
-            starts = "three forward passes, then " if explore.retrieval_sequences else ""
+            has_starts = explore.retrieval_sequences and explore.retrieval_weight
+            starts = "up to three forward passes, then " if has_starts else ""
             what += f", {starts}{rounds} of one backward and two or more forward passes over {read}"
         answers = f" and {LOSS_PROMPTS} prompts" if explore.retrieval_sequences else ""
         what += f", one forward pass over {losses} sequences{answers} with and without the plan for the loss"

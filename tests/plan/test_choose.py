@@ -489,6 +489,7 @@ def test_dry_run_names_the_cost(overrides, capsys):
         in printed
     )
     assert "a round of one backward and two or more forward passes over 3 sequences and 6 prompts" in printed
+    assert "up to three forward passes, then a round of one backward" in printed
     assert " MB of activations\n" in printed
 
 

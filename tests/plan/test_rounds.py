@@ -291,6 +291,21 @@ def test_a_plan_with_nothing_to_exchange_is_not_measured(overrides, monkeypatch)
         assert rounds.improve(exploration, MeasuredCosts({}, {}), plan) == (plan, [])
 
 
+def bench_that(measures):
+    """A stand-in for `_Bench`, in which this function measures a plan, with or without slopes."""
+
+    class Bench:
+        lead4 = None
+
+        def __init__(self, exploration, *_):
+            self.exploration = exploration
+
+        def measure(self, plan, with_slopes):
+            return measures(plan, with_slopes)
+
+    return Bench
+
+
 @pytest.mark.parametrize("fits", [0, 1, 2, 4])
 def test_fewer_exchanges_are_tried_where_many_are_worse(monkeypatch, overrides, fits):
     """Here a plan after more than ``fits`` exchanges measures more than the first one."""
@@ -301,20 +316,14 @@ def test_fewer_exchanges_are_tried_where_many_are_worse(monkeypatch, overrides, 
     plan = SharingPlan(lead=[[None, layer] for layer in range(layers)])
     asked = []
 
-    class Bench:
-        lead4 = None
+    def measure(tried, with_slopes):
+        count = rounds.exchanges(plan, tried)
+        asked.append(count)
+        cost = 1.0 - 0.1 * count if count <= fits else 2.0
+        slopes = np.where(has_windows(tried), 5.0, 0.1 * np.arange(layers)[:, None])
+        return rounds.Measured(cost, 0.0, cost, slopes if with_slopes else None)
 
-        def __init__(self, exploration, *_):
-            self.exploration = exploration
-
-        def measure(self, tried, with_slopes):
-            count = rounds.exchanges(plan, tried)
-            asked.append(count)
-            cost = 1.0 - 0.1 * count if count <= fits else 2.0
-            slopes = np.where(has_windows(tried), 5.0, 0.1 * np.arange(layers)[:, None])
-            return rounds.Measured(cost, 0.0, cost, slopes if with_slopes else None)
-
-    monkeypatch.setattr(rounds, "_Bench", Bench)
+    monkeypatch.setattr(rounds, "_Bench", bench_that(measure))
     found = rounds.improve(Exploration.of(recipe), costs, plan)
     assert asked == [0, 0, 4, 2, 1][: {4: 3, 2: 4, 1: 5, 0: 5}[fits]]
     assert rounds.exchanges(plan, found.plan) == fits
@@ -335,20 +344,14 @@ def test_the_best_of_three_choices_of_windows_goes_on(monkeypatch, overrides, be
     choices = [[4, 5], [2, 3], [0, 1]]
     tried = []
 
-    class Bench:
-        lead4 = None
+    def measure(plan, with_slopes):
+        windows = has_windows(plan)[:, 0].nonzero()[0].tolist()
+        tried.append((windows, with_slopes))
+        cost = 1.0 if windows == choices[best] else 2.0 + len(tried) * 0.1
+        slopes = np.where(has_windows(plan), 0.1, 5.0) if with_slopes else None
+        return rounds.Measured(cost, 0.0, cost, slopes)
 
-        def __init__(self, exploration, *_):
-            self.exploration = exploration
-
-        def measure(self, plan, with_slopes):
-            windows = has_windows(plan)[:, 0].nonzero()[0].tolist()
-            tried.append((windows, with_slopes))
-            cost = 1.0 if windows == choices[best] else 2.0 + len(tried) * 0.1
-            slopes = np.where(has_windows(plan), 0.1, 5.0) if with_slopes else None
-            return rounds.Measured(cost, 0.0, cost, slopes)
-
-    monkeypatch.setattr(rounds, "_Bench", Bench)
+    monkeypatch.setattr(rounds, "_Bench", bench_that(measure))
     found = rounds.improve(Exploration.of(recipe), costs, plan)
     assert tried[:4] == [*((one, False) for one in choices), (choices[best], True)]
     assert has_windows(found.plan)[:, 0].nonzero()[0].tolist() == choices[best]
@@ -387,20 +390,14 @@ def test_exchanges_spare_heads_that_cost_much_on_prompts(monkeypatch, overrides)
     plan = SharingPlan(lead=[[None], [None], [None], [3], [4], [5]])
     tried = []
 
-    class Bench:
-        lead4 = None
+    def measure(plan, with_slopes):
+        tried.append(has_windows(plan)[:, 0])
+        slopes = np.array([0.5, 0.0, 0.0, 0.0, 0.01, 0.01])[:, None]
+        needed = 9.0 if tried[-1][3] else 0.0
+        cost = needed + (1.0 if tried[-1][0] else 0.5)
+        return rounds.Measured(cost, 0.03, cost, slopes if with_slopes else None)
 
-        def __init__(self, exploration, *_):
-            self.exploration = exploration
-
-        def measure(self, plan, with_slopes):
-            tried.append(has_windows(plan)[:, 0])
-            slopes = np.array([0.5, 0.0, 0.0, 0.0, 0.01, 0.01])[:, None]
-            needed = 9.0 if tried[-1][3] else 0.0
-            cost = needed + (1.0 if tried[-1][0] else 0.5)
-            return rounds.Measured(cost, 0.03, cost, slopes if with_slopes else None)
-
-    monkeypatch.setattr(rounds, "_Bench", Bench)
+    monkeypatch.setattr(rounds, "_Bench", bench_that(measure))
     monkeypatch.setattr(rounds, "LIGHTER", ())
     found = rounds.improve(Exploration.of(recipe), costs, plan)
     assert len(tried) == 3 and not tried[2][3], "the first exchange that is tried spares the head"
