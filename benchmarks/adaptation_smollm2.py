@@ -97,6 +97,9 @@ def rows() -> list[Row]:
         Row("retrieval_16_20-long-distilled", "plan_retrieval_16_20", LONG),
         Row("retrieval_16_12.5-slow-distilled", "plan_retrieval_16_12.5", SLOW),
         Row("retrieval_16_12.5-long-distilled", "plan_retrieval_16_12.5", LONG),
+        Row("33-slow-distilled", "plan_33", SLOW),
+        Row("packed_16_12.5-long-distilled", "plan_packed_16_12.5", LONG),
+        Row("packed_16_20-long-distilled", "plan_packed_16_20", LONG),
     ]
 
 
@@ -170,7 +173,8 @@ def is_trained(row: Row) -> bool:
     if not export.is_dir() or row.plan is None or not now.is_file():
         return export.is_dir()
     made, wanted = (pod.SharingPlan.load(file) for file in (export / "plan.json", now))
-    return (plan_sha256(made), made.bits) == (plan_sha256(wanted), wanted.bits)
+    decided = [(plan_sha256(plan), plan.bits, plan.residual) for plan in (made, wanted)]
+    return decided[0] == decided[1]
 
 
 def adapt(row: Row) -> None:

@@ -30,6 +30,7 @@ from pod.eval.suites.buckets import Bucket
 from pod.eval.tasks import passkey
 from pod.files import write_json
 from pod.measure.machine import environment
+from pod.modeling.model.packed_bytes import RESIDUAL
 from pod.modeling.model.rows import GroupedCache
 from pod.modeling.model.sharing import SharingPlan
 from pod.models import resolve_model
@@ -234,6 +235,7 @@ class Bench:
             "followers": plan.num_followers,
             "windows": plan.num_windows,
             "bits": plan.bits,
+            "residual": plan.residual,
             "asymptotic_saving": plan.asymptotic_saving,
             "cost": plan.provenance.get("cost"),
             "sha256": plan_sha256(plan),
@@ -278,10 +280,15 @@ def keep_committed(folder: Path, rows: Iterable[dict[str, Any]]) -> None:
 
 
 def is_of_plan(found: dict[str, Any], plan: Path) -> bool:
-    """Whether the kept figures of a row are of the plan in this file. Rows of old runs do not say."""
+    """Whether the kept figures of a row are of the plan in this file. Rows of old runs do not say.
+
+    Until plans had a residual, it was 128.
+    """
     measured = found.get("plan") or {}
     now = SharingPlan.load(plan)
     if measured.get("sha256") not in (None, plan_sha256(now)):
+        return False
+    if measured.get("residual", RESIDUAL) != now.residual:
         return False
     return "bits" not in measured or measured["bits"] == (now.bits and list(now.bits))
 

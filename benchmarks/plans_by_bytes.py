@@ -50,6 +50,7 @@ from plans_layers import model_path, plans_of
 
 from pod.files import read_json, write_json
 from pod.measure.machine import environment
+from pod.modeling.model.packed_bytes import RESIDUAL
 from pod.modeling.model.sharing import SharingPlan
 from pod.recipe import Recipe, load_recipe
 
@@ -64,8 +65,17 @@ STORED = 16
 """First tokens that are stored where no constants stand for them."""
 
 
-WEIGHTS = {"retrieval_0.5": 0.5, "retrieval_16": 16.0}
-"""Kinds of plans with constants for which retrieval weighs less or more than by default."""
+KINDS: dict[str, dict[str, Any]] = {
+    "retrieval_0.5": {"retrieval_weight": 0.5, "residual": 128},
+    "retrieval_16": {"retrieval_weight": 16.0, "residual": 128},
+    "packed_16": {"retrieval_weight": 16.0},
+}
+"""Kinds of plans with constants: what differs from the section `explore` of those of the kind ``constant``.
+
+With a residual of 128, windows of 128 tokens stay in 16 bits. By default three quarters of them are packed.
+"""
+PACKED_WINDOWS = 32
+"""Residual of RazorAttention with packed windows, as that of plans."""
 
 
 @dataclass(frozen=True)
@@ -77,9 +87,10 @@ class Case:
         pairs: layers of the model, and KV heads of one of them.
         window: tokens of a window, stored first tokens included.
         plans: shares of the dense bytes that plans hold, by their kind. What stands for the first tokens is
-            the kind ``constant`` or ``stored``; those of ``WEIGHTS`` have constants. The first kind has its
+            the kind ``constant`` or ``stored``; those of ``KINDS`` have constants. The first kind has its
             costs in the case's own folder.
         methods: shares of the methods, by their names in ``pod.make_cache``; None = what the method holds.
+            ``packed`` behind a name: older tokens of windows are packed too.
         sizes: texts and prompts.
         measuring: changes of the recipe's section `explore`.
     """
@@ -101,8 +112,8 @@ class Case:
         return WORK / self.name
 
     def folder_of(self, kind: str) -> Path:
-        """The folder of the costs of one kind of plans. Weights of retrieval share those of constants."""
-        own = "constant" if kind in WEIGHTS else kind
+        """The folder of the costs of one kind of plans. Those of ``KINDS`` share those of constants."""
+        own = "constant" if kind in KINDS else kind
         return self.folder if own == next(iter(self.plans)) else self.folder / own
 
 
@@ -116,11 +127,13 @@ CASES = {
             plans={
                 "constant": (0.125, 0.15, 0.2, 0.33, 0.5),
                 "retrieval_0.5": (0.2,),
-                "retrieval_16": (0.125, 0.15, 0.2),
+                "retrieval_16": (0.125, 0.2),
+                "packed_16": (0.125, 0.2),
                 "stored": (0.15, 0.2),
             },
             methods={
                 "razor+int4": (0.125, 0.15, 0.2),
+                "razor+int4 packed": (0.125, 0.15, 0.2),
                 "razor": (0.33, 0.5, 0.65),
                 "snapkv": (0.15, 0.2, 0.33, 0.5, 0.65),
                 "pyramidkv": (0.15, 0.2, 0.33, 0.5, 0.65),
@@ -146,7 +159,7 @@ CASES = {
             pairs=(24, 2),
             window=128,
             plans={"constant": (0.2,), "retrieval_0.5": (0.125, 0.2, 0.33), "retrieval_16": (0.2,)},
-            methods={"razor+int4": (0.125, 0.2), "int4": (None,)},
+            methods={"razor+int4": (0.125, 0.2), "razor+int4 packed": (0.125, 0.2), "int4": (None,)},
             sizes=Sizes(samples=2, batch=4),
         ),
         Case(
@@ -180,7 +193,7 @@ def settings(case: Case, kind: str) -> list[str]:
         "explore.bits=[16, 4]",
     ]
     found += [] if kind == "stored" else ["model.sinks=constant"]
-    found += [f"explore.retrieval_weight={WEIGHTS[kind]}"] if kind in WEIGHTS else []
+    found += [f"explore.{name}={value}" for name, value in KINDS.get(kind, {}).items()]
     return found + [f"explore.{change}" for change in case.measuring]
 
 
@@ -230,7 +243,7 @@ def make_plans(case: Case) -> None:
 def make_plans_of(case: Case, kind: str, shares: tuple[float, ...]) -> None:
     """Costs, and a plan for every share that these windows can reach."""
     from pod.plan.choose import choose, improved, in_all_layers
-    from pod.plan.exploration import Exploration
+    from pod.plan.exploration import Exploration, residual_of
     from pod.plan.measured_costs import COSTS_NAME, MeasuredCosts
     from pod.plan.rounds import LIGHTER
 
@@ -238,11 +251,12 @@ def make_plans_of(case: Case, kind: str, shares: tuple[float, ...]) -> None:
     run(case, kind, "explore.py", "--set", "explore.rounds=0")  # costs that fit are used again
     costs = MeasuredCosts.load(own.folder / COSTS_NAME)
     made_of = costs.provenance | {"retrieval_weight": own.explore.retrieval_weight}
+    residual = residual_of(own.explore, own.windows)
     if own.explore.rounds:
         made_of["lighter_costs_on_prompts"] = list(LIGHTER)
     for share in shares:
         file = plan_file(case, kind, share)
-        if file.is_file() and is_made_of(SharingPlan.load(file), made_of):
+        if file.is_file() and is_made_of(SharingPlan.load(file), made_of, residual):
             continue
         explore = replace(own.explore, target_saving=1 - share)
         try:
@@ -258,8 +272,10 @@ def make_plans_of(case: Case, kind: str, shares: tuple[float, ...]) -> None:
         print(f"{file.stem}: {roles}, {packed} layers in 4 bits", flush=True)
 
 
-def is_made_of(plan: SharingPlan, wanted: dict[str, Any]) -> bool:
+def is_made_of(plan: SharingPlan, wanted: dict[str, Any], residual: int) -> bool:
     """Whether a plan was chosen by costs with this provenance, and with these settings."""
+    if plan.packs and plan.residual != residual:
+        return False
     return all(plan.provenance.get(name) == value for name, value in wanted.items())
 
 
@@ -268,15 +284,20 @@ def retrieval_heads(case: Case) -> Path:
     return plans_of(case.model) / "retrieval_heads.json"
 
 
-def razor_share(case: Case, share: float, bits: int) -> float:
-    """The share of heads that RazorAttention leaves whole to hold about so many of the bytes."""
+def razor_share(case: Case, share: float, bits: int, residual: int) -> float:
+    """The share of heads that RazorAttention leaves whole to hold about so many of the bytes.
+
+    Args:
+        bits: of all layers.
+        residual: how many of the newest tokens stay in 16 bits.
+    """
     layers, heads = case.pairs
     for whole in range(layers * heads, -1, -1):
         lead = [
             [layer if layer * heads + head < whole else None for head in range(heads)]
             for layer in range(layers)
         ]
-        plan = SharingPlan(lead=lead, bits=[bits] * layers)
+        plan = SharingPlan(lead=lead, bits=[bits] * layers, residual=residual)
         if plan.saving(case.sizes.length, STORED, case.window - STORED) >= 1 - share:
             return whole / (layers * heads)
     raise ValueError(f"windows of {case.window} tokens hold more than {percent(share)} % of the bytes")
@@ -295,9 +316,10 @@ def packed_budget(case: Case, share: float, bits: int) -> float:
     return next(held) / length
 
 
-def method_row(case: Case, spec: str, share: float | None) -> Row:
+def method_row(case: Case, method: str, share: float | None) -> Row:
     """The row of a method: its heads or its budget make it hold so many of the bytes."""
-    name = spec if share is None else f"{spec} {percent(share)}"
+    name = method if share is None else f"{method} {percent(share)}"
+    spec, _, packed = method.partition(" ")
     if spec == "simlayerkv":
         return Row(name, spec, options={"num_recent_tokens": 2 * case.window})
     if share is None:
@@ -309,8 +331,9 @@ def method_row(case: Case, spec: str, share: float | None) -> Row:
             "compression": 1000.0,
             "num_sink_tokens": STORED,
             "num_recent_tokens": case.window - STORED,
-            "share": razor_share(case, share, bits),
+            "share": razor_share(case, share, bits, PACKED_WINDOWS if packed else RESIDUAL),
         }
+        options |= {"residual": PACKED_WINDOWS} if packed else {}
         return Row(name, spec, options=options)
     return Row(name, spec, None, share if bits == 16 else packed_budget(case, share, bits))
 
@@ -321,7 +344,7 @@ def rows(case: Case) -> list[Row]:
     for kind, shares in case.plans.items():
         files = [(plan_name(kind, share), plan_file(case, kind, share)) for share in shares]
         found += [Row(name, "pod", file.name) for name, file in files if file.is_file()]
-    found += [method_row(case, spec, share) for spec, shares in case.methods.items() for share in shares]
+    found += [method_row(case, name, share) for name, shares in case.methods.items() for share in shares]
     if case.name == "smollm2-2048":
         exports = {row.name: ADAPTED / row.name / "export" for row in adaptation_smollm2.rows()}
         found += [Row(f"adapted {name}", "pod", model=x) for name, x in exports.items() if x.is_dir()]
@@ -448,7 +471,9 @@ def kind_of(name: str) -> str | None:
         return "plan, retrieval weighs 16, distilled" if name.endswith("-long-distilled") else None
     if words[0] == "plan":
         kinds = {"stored": "plan, stored first tokens"}
-        kinds |= {kind: f"plan, retrieval weighs {weight:g}" for kind, weight in WEIGHTS.items()}
+        kinds |= {
+            kind: f"plan, retrieval weighs {changes['retrieval_weight']:g}" for kind, changes in KINDS.items()
+        }
         return kinds.get(words[1], "plan")
     return words[0]
 

@@ -38,10 +38,13 @@ def plan_of(path: str | os.PathLike) -> list:
     Raises:
         ValueError: the file is no plan.
     """
-    from pod.modeling.model.sharing import SharingPlan  # which loads torch
+    from pod.modeling.model.packed_bytes import RESIDUAL  # the package loads torch
+    from pod.modeling.model.sharing import SharingPlan
 
     plan = SharingPlan.load(path)
     found: list = [plan.lead, plan.head_order, plan.bits]
+    if plan.packs and plan.residual != RESIDUAL:
+        found.append(["residual", plan.residual])
     if plan.sinks == "constant":
         constants = plan.sink_constants
         found.append(["constant", *(constants.tables().values() if constants else ())])

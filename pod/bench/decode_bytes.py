@@ -28,7 +28,8 @@ from typing import Any
 
 from pod.bench.args import FULL, POD, STOCK
 from pod.eval.answer.methods import EvaluatedMethod
-from pod.modeling.model.sharing import GROUP_SIZE, RESIDUAL, Roles, SharingPlan, channel_group, roles_of
+from pod.modeling.model.packed_bytes import GROUP_SIZE, RESIDUAL, channel_group
+from pod.modeling.model.sharing import Roles, SharingPlan, roles_of
 from pod.registry import METHODS
 
 _LOGIT = 4  # bytes
@@ -117,8 +118,9 @@ class Sizes:
         if bits == 16:
             return self.native, self.native
         group = method.options.get("group_size", GROUP_SIZE)
-        # From `residual` to `residual + group_size - 1` tokens are native.
-        tail = method.options.get("residual", RESIDUAL) + (group - 1) / 2
+        of_plan = codec_bits(method) is None
+        residual = method.options.get("residual", self.plan.residual if of_plan else RESIDUAL)
+        tail = residual + (group - 1) / 2  # `residual` to `residual + group_size - 1` tokens are native
         share = min(1.0, tail / tokens)
         codes = self.head_dim * bits / 8
         key = codes + 4 * self.head_dim / group

@@ -271,7 +271,10 @@ def _roles(config: PodConfig) -> str:
         packed = [
             f"{bits} bits in {config.kv_bits.count(bits)} layers" for bits in sorted(set(config.kv_bits))
         ]
-        said.append(f"Keys and values are stored in {', '.join(packed)}.")
+        said.append(
+            f"Keys and values are stored in {', '.join(packed)}. In packed layers, the newest "
+            f"{config.kv_residual} tokens stay in 16 bits."
+        )
     return " ".join(said)
 
 

@@ -23,6 +23,7 @@ from pod.modeling.model.attend import compute_dtype
 from pod.modeling.model.config import PodConfig
 from pod.modeling.model.flash_version import use_asked
 from pod.modeling.model.llama import PodForCausalLM
+from pod.modeling.model.packed_bytes import RESIDUAL
 from pod.modeling.model.sharing import SharingPlan
 from pod.modeling.placement import dispatch, layout_of, stock_map
 from pod.modeling.sink_weights import (
@@ -63,9 +64,20 @@ def plan_fields(plan: SharingPlan | None) -> dict[str, Any]:
     Without a plan, they are those of a dense model with its heads in the original order.
     """
     if plan is None:
-        return {"lead": None, "kv_bits": None, "head_order": None, "sink_keys": False}
+        return {
+            "lead": None,
+            "kv_bits": None,
+            "kv_residual": RESIDUAL,
+            "head_order": None,
+            "sink_keys": False,
+        }
     bits = None if plan.bits is None else list(plan.bits)
-    fields = {"lead": [list(row) for row in plan.lead], "kv_bits": bits, "head_order": plan.head_order}
+    fields = {
+        "lead": [list(row) for row in plan.lead],
+        "kv_bits": bits,
+        "kv_residual": plan.residual,
+        "head_order": plan.head_order,
+    }
     windows = {"num_sink_tokens": plan.num_sink_tokens, "num_recent_tokens": plan.num_recent_tokens}
     if plan.sinks is not None:
         fields["sinks"] = plan.sinks

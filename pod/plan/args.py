@@ -57,6 +57,11 @@ class ExploreArgs:
     """With nats: bits in which layers may store keys and values. [16] = as computed; [16, 4] = the
     plan may also pack layers into 4 bits, like the method int4."""
 
+    residual: NonNegativeInt | None = None
+    """With bits=[16, 4]: how many of the newest tokens stay in 16 bits at least, in layers of 4 bits. Older
+    tokens are packed, in windows too. null = a quarter of model.num_recent_tokens, at least 32 and at most
+    128."""
+
     align_heads: bool = True
     """With nats, follow, granularity=head and bits=[16]: reorder the KV heads of each layer so that
     similar heads share. The model computes the same; the plan records the order."""

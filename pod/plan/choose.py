@@ -19,7 +19,8 @@ from torch import Tensor
 from pod.modeling.loading import load_model
 from pod.modeling.methods import make_cache
 from pod.modeling.model.llama import PodForCausalLM
-from pod.modeling.model.sharing import GROUP_SIZE, SharingPlan
+from pod.modeling.model.packed_bytes import GROUP_SIZE, RESIDUAL
+from pod.modeling.model.sharing import SharingPlan
 from pod.modeling.model.sink_constants import SinkConstants
 from pod.modeling.token_scores import rows_in, token_scores, wide_logits
 from pod.plan.align_heads import align
@@ -30,8 +31,11 @@ from pod.plan.exploration import (
     Exploration,
     allowed,
     at_granularity,
+    fewest_units,
     for_target,
     packed_costs,
+    residual_of,
+    saves_enough,
     units_of_target,
 )
 from pod.plan.gradients import LOGIT_BYTES
@@ -79,7 +83,8 @@ class Choice:
     def plan_at(self, units: int) -> SharingPlan:
         """The plan of the curve that saves this many units; ValueError where no plan does."""
         assert self.plans is not None, "a greedy plan has no curve"
-        return of_all_heads(self.plans.at(units)[0], self.plan.num_key_value_heads)
+        plan = of_all_heads(self.plans.at(units)[0], self.plan.num_key_value_heads)
+        return replace(plan, residual=self.plan.residual, head_dim=self.plan.head_dim)
 
 
 def find_plan(exploration: Exploration) -> Choice:
@@ -109,7 +114,8 @@ def improved(exploration: Exploration, costs: MeasuredCosts, choice: Choice) -> 
         return choice
     provenance = choice.plan.provenance | {"rounds": found.rounds, "lighter_costs_on_prompts": list(LIGHTER)}
     plan = replace(found.plan, provenance=provenance)
-    return replace(choice, plan=_finished(plan, costs, exploration.windows, choice.kv_order))
+    plan = _finished(plan, costs, choice.plan.residual, exploration.windows, choice.kv_order)
+    return replace(choice, plan=plan)
 
 
 def with_losses(exploration: Exploration, choice: Choice) -> Choice:
@@ -152,9 +158,10 @@ def of_all_heads(plan: SharingPlan, num_key_value_heads: int) -> SharingPlan:
     return replace(plan, lead=tuple(row * num_key_value_heads for row in plan.lead))
 
 
-def _made_for(plan: SharingPlan, windows: dict[str, int]) -> SharingPlan:
-    """The plan, which now records the windows and the head_dim that it was made for."""
-    return replace(plan, **windows, head_dim=plan.provenance.get("head_dim"))
+def _made_for(plan: SharingPlan, windows: dict[str, int], residual: int = RESIDUAL) -> SharingPlan:
+    """The plan, which now records the windows, the residual and the head_dim that it was made for."""
+    residual = residual if plan.packs else RESIDUAL
+    return replace(plan, **windows, residual=residual, head_dim=plan.provenance.get("head_dim"))
 
 
 def choose(costs: MeasuredCosts, explore: ExploreArgs, windows: dict[str, int]) -> Choice:
@@ -174,19 +181,24 @@ def choose(costs: MeasuredCosts, explore: ExploreArgs, windows: dict[str, int]) 
     for name, rest in _forbidding(explore).items():
         without[name], *_ = _solve(total, rest, windows, head_dim, units / curve.pair_units)
         provenance[f"plan_cost_without_{name}"] = without[name].cost_of(units, curve.pair_units)
-    plan = _finished(_with(plans, units, provenance), costs, windows, kv_order)
+    residual = residual_of(explore, windows)
+    plan = _finished(_with(plans, units, provenance), costs, residual, windows, kv_order)
     return Choice(plan, plans, units, without, kv_order)
 
 
 def _finished(
-    plan: SharingPlan, costs: MeasuredCosts, windows: dict[str, int], kv_order: HeadOrder | None
+    plan: SharingPlan,
+    costs: MeasuredCosts,
+    residual: int,
+    windows: dict[str, int],
+    kv_order: HeadOrder | None,
 ) -> SharingPlan:
     """A plan of all heads of the measured layers, with its windows, order of heads and constant sinks.
 
     Args:
         plan: at explore.granularity; a plan of whole layers has one role per row.
     """
-    plan = _made_for(of_all_heads(plan, costs.tensors["lead4"].shape[-1]), windows)
+    plan = _made_for(of_all_heads(plan, costs.tensors["lead4"].shape[-1]), windows, residual)
     if kv_order is not None:
         plan = replace(plan, head_order=head_order(plan, kv_order, costs.tensors["order"]))
     sinks = measured_constants(costs.tensors)
@@ -244,9 +256,13 @@ def _solve(
     frontier: Frontier | PackedFrontier
     if 4 in explore.bits:
         packed = solve_packed(packed_costs(explore, total, windows, head_dim))
-        units = units_of(packed)
-        frontier = packed.improved(units)
         lead4 = total["lead4"]
+        if pairs is None:
+            frontier = packed.improved(fewest_units(packed, explore, windows, head_dim))
+            units = fewest_units(frontier, explore, windows, head_dim)
+        else:
+            frontier = packed.improved(units_of(packed))
+            units = units_of(frontier)
     else:
         frontier = for_target(solve(*allowed(explore, total)), explore)
         units = units_of(frontier)
@@ -257,7 +273,10 @@ def _solve(
             frontier, kv_order = solve(found.follow, found.window), found.kv_order
     together = in_order(total["windows"], kv_order) if "window" in roles else None
     plans = Plans(frontier, together, lead4)
-    return plans, plans.cheapest(units), kv_order
+    chosen = plans.cheapest(units)
+    if pairs is None and not saves_enough(replace(plans.at(chosen)[0], head_dim=head_dim), explore, windows):
+        chosen = plans.cheapest(units_of(frontier))  # other layers are packed, and so fewer windows
+    return plans, chosen, kv_order
 
 
 def head_order(plan: SharingPlan, kv_order: HeadOrder, order: Tensor) -> HeadOrder:
@@ -330,7 +349,7 @@ def _losses(exploration: Exploration, plan: SharingPlan) -> dict[str, Any]:
     """
     dense = SharingPlan.dense(plan.num_layers, plan.num_key_value_heads)
     dense = in_all_layers(replace(dense, head_order=plan.head_order, provenance=plan.provenance))
-    made = sha256_of([plan.lead, plan.head_order, plan.bits, plan.provenance])
+    made = sha256_of([plan.lead, plan.head_order, plan.bits, plan.residual, plan.provenance])
     partial = exploration.folder / f"losses.partial-{made[:8]}"
     model = exploration.load_model(dense)
     plan = in_all_layers(plan)

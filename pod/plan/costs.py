@@ -46,7 +46,7 @@ from torch import Tensor
 from pod.modeling.model.attend import Visibility
 from pod.modeling.model.llama import PodForCausalLM
 from pod.modeling.model.packed import Packing
-from pod.modeling.model.sharing import GROUP_SIZE, RESIDUAL
+from pod.modeling.model.packed_bytes import GROUP_SIZE, RESIDUAL
 from pod.plan.checks import check_array, check_costs, check_groups
 from pod.plan.divergence import NOT_FINITE, measure_under
 from pod.plan.gradients import Windows, gradient_of_draws, read_with_gradients

@@ -1,5 +1,6 @@
 """From a recipe's settings to what is measured: on which text, with which model, for which saving."""
 
+from bisect import bisect_left
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -17,7 +18,8 @@ from pod.data.rows.manifest import MANIFEST_NAME, read_manifest
 from pod.modeling.loading import load_model
 from pod.modeling.model.config import PodConfig
 from pod.modeling.model.llama import PodForCausalLM
-from pod.modeling.model.sharing import SharingPlan, check_bits
+from pod.modeling.model.packed_bytes import GROUP_SIZE, RESIDUAL, check_bits
+from pod.modeling.model.sharing import SharingPlan
 from pod.modeling.placement import ROOM, free_bytes, free_unused, share_of_rank
 from pod.models import resolve_model
 from pod.plan.args import ExploreArgs
@@ -26,7 +28,7 @@ from pod.plan.divergence import DenseStates
 from pod.plan.engines import BATCHES_IN_FLIGHT, window_counts
 from pod.plan.gradients import held_activations
 from pod.plan.recording import planned_layers, sample_queries
-from pod.plan.solve import Curve, Floats, PackedCosts, solve
+from pod.plan.solve import Curve, Floats, PackedCosts, PackedFrontier, solve
 from pod.tokenizer import load_tokenizer
 from pod.training.run.longer_context import extend
 from pod.training.run.mesh import planned_world_size
@@ -264,6 +266,41 @@ def units_of_target(frontier: Curve, explore: ExploreArgs, windows: dict[str, in
     return frontier.units_for(explore.least_saving, explore.budget_tokens, **counted)
 
 
+def fewest_units(
+    frontier: PackedFrontier, explore: ExploreArgs, windows: dict[str, int], head_dim: int | None
+) -> int:
+    """The least number of units whose plan saves explore.target_saving, with packed windows counted.
+
+    Units count windows as 16-bit numbers, so the plan of `units_of_target` may save more than was asked for.
+
+    Raises:
+        ValueError: the allowed roles do not reach this saving.
+    """
+
+    def is_enough(units: int) -> bool:
+        plan = replace(frontier.plan(frontier.cheapest(units)), head_dim=head_dim)
+        return saves_enough(plan, explore, windows)
+
+    return bisect_left(range(units_of_target(frontier, explore, windows)), True, key=is_enough)
+
+
+def saves_enough(plan: SharingPlan, explore: ExploreArgs, windows: dict[str, int]) -> bool:
+    """Whether a plan saves explore.target_saving where it will run, see `explore.residual`."""
+    plan = replace(plan, residual=residual_of(explore, windows))
+    saving = plan.saving(explore.budget_tokens, **counted_windows(explore, windows))
+    return saving >= explore.least_saving - 1e-6
+
+
+def residual_of(explore: ExploreArgs, windows: dict[str, int]) -> int:
+    """How many of the newest tokens stay in 16 bits in packed layers of a plan, see `explore.residual`.
+
+    Example: 32 with windows of 128 recent tokens or fewer, 128 with windows of 4,080.
+    """
+    if explore.residual is not None:
+        return explore.residual
+    return max(GROUP_SIZE, min(RESIDUAL, windows["num_recent_tokens"] // 4))
+
+
 def counted_windows(explore: ExploreArgs, windows: dict[str, int]) -> dict[str, int]:
     """The tokens that a window holds where `target_saving` is measured, as first and recent ones.
 
@@ -353,6 +390,7 @@ def packed_costs(
         n=explore.budget_tokens,
         near=sum(windows.values()),
         head_dim=head_dim,
+        residual=residual_of(explore, windows),
     )
 
 

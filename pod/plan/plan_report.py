@@ -7,7 +7,6 @@ whole curve of plans: the least cost of every saving, with the roles of the plan
 import io
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -66,7 +65,7 @@ def pareto(choice: Choice, explore: ExploreArgs, windows: dict[str, int]) -> dic
     every = {frontier.cheapest(units) for units in wanted} | {chosen}
     points = []
     for units in steps(sorted(every), "curve"):
-        plan = replace(choice.plan_at(units), head_dim=choice.plan.head_dim)
+        plan = choice.plan_at(units)
         point = {
             "units": units,
             "saving": plan.saving(explore.budget_tokens, **counted),

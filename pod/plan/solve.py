@@ -19,7 +19,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from pod.modeling.model.sharing import NATIVE_TOKENS, SharingPlan, bits_per_number
+from pod.modeling.model.packed_bytes import RESIDUAL, bits_per_number, native_tokens
+from pod.modeling.model.sharing import SharingPlan
 from pod.plan.checks import check_costs
 from pod.plan.plan_progress import counter, steps
 
@@ -278,6 +279,7 @@ class PackedCosts:
         n: tokens at which savings count.
         near: number of these tokens that lie in a window.
         head_dim: of the model; the size of packed values depends on it. None = a multiple of ``GROUP_SIZE``.
+        residual: how many of the newest tokens stay native at least in packed layers.
     """
 
     follow: Floats | None
@@ -287,6 +289,7 @@ class PackedCosts:
     n: int
     near: int
     head_dim: int | None = None
+    residual: int = RESIDUAL
 
     def __post_init__(self) -> None:
         sizes = _check_roles(self.follow, self.window)
@@ -300,8 +303,8 @@ class PackedCosts:
         """Units of a pair, and the units that a packed lead and a packed follower save.
 
         The units of a pair are the bytes of its distant tokens. Their number is chosen so that rounding the
-        other two numbers down loses least. Windows count as 16-bit numbers. Long ones are packed too, so a
-        plan may save more than its units say.
+        other two numbers down loses least. Windows count as 16-bit numbers. Those of packed layers may be
+        packed too, so a plan may save more than its units say: see `fewest_units`.
         """
         key_bits, value_bits = bits_per_number(PACKED, self.head_dim)
         keys = self._saved_by_packing(key_bits)
@@ -315,7 +318,7 @@ class PackedCosts:
         far = max(0, self.n - self.near) / self.n
         if not far:
             return 0.0
-        old = 1 - min(1.0, NATIVE_TOKENS / self.n)  # the share of tokens that are packed
+        old = 1 - min(1.0, native_tokens(self.residual) / self.n)  # the share of tokens that are packed
         return old * (1 - bits / 16) / far / 2 + 5e-7
 
     def solve(self, packed: Sequence[bool] | None, price: float | None = None) -> Frontier:

@@ -10,7 +10,7 @@ from pod.registry.method import Method, Parameter
 CAPACITY = {"capacity": Parameter(None, "tokens per row to reserve space for; pod.engine then decodes")}
 """The parameter of layouts that ``pod.engine`` can decode."""
 PACKING = {
-    # The defaults are the sizes that a plan with bits has: GROUP_SIZE and RESIDUAL of sharing.py.
+    # The defaults are the sizes that a plan with bits has: GROUP_SIZE and RESIDUAL of packed_bytes.py.
     "group_size": Parameter(32, "numbers that share a scale: tokens (keys) or channels (values)", least=2),
     "residual": Parameter(
         128, "newest tokens that stay unpacked, and at most group_size - 1 more (tokens)", least=0

@@ -39,24 +39,25 @@ def test_every_row_of_a_case_has_its_own_name_and_files(script):
         assert len(set(files)) == len(files)
 
 
-@pytest.mark.parametrize("spec", ["razor", "razor+int4", "h2o", "snapkv+int4"])
-def test_a_row_holds_its_share_of_the_bytes(script, model, spec, tmp_path, monkeypatch):
+@pytest.mark.parametrize("method", ["razor", "razor+int4", "razor+int4 packed", "h2o", "snapkv+int4"])
+def test_a_row_holds_its_share_of_the_bytes(script, model, method, tmp_path, monkeypatch):
     plans = script("plans_by_bytes")
     scores = torch.rand(LAYERS, HEADS).tolist()
     heads = tmp_path / "heads.json"
     RetrievalHeads(echo=scores, induction=scores, num_key_value_heads=HEADS).save(heads)
     monkeypatch.setattr(plans, "retrieval_heads", lambda case: heads)
     sizes = replace(plans.Sizes(), length=LENGTH)
-    case = plans.Case("tiny", pairs=(LAYERS, HEADS), window=48, plans={}, methods={}, sizes=sizes)
+    case = plans.Case("tiny", pairs=(LAYERS, HEADS), window=96, plans={}, methods={}, sizes=sizes)
     share = 0.4
-    row = plans.method_row(case, spec, share)
+    row = plans.method_row(case, method, share)
     budget = None if row.share is None else round(row.share * LENGTH)
     cache = pod.make_cache(model, row.spec, budget=budget, **row.options)
     with torch.no_grad():
         model(torch.randint(61, (1, LENGTH)), past_key_values=cache, use_cache=True)
     dense = 2 * LAYERS * HEADS * HEAD_DIM * LENGTH * 2
     # whole heads stay in razor; other methods have a budget in tokens, and rings with some free slots
-    step = 1 / (LAYERS * HEADS) if spec.startswith("razor") else 0.04
+    step = 1 / (LAYERS * HEADS) if method.startswith("razor") else 0.04
+    assert row.options.get("residual") == (32 if method.endswith("packed") else None)
     assert cache.nbytes / dense == pytest.approx(share, abs=step)
 
 
@@ -94,6 +95,9 @@ def test_a_plan_that_was_made_anew_loses_its_old_figures(script, tmp_path, monke
     plans.restore(case)
     assert not kept_at(case.folder / "rows", "plan 20").is_file()
     assert read_json(kept_at(case.folder / "rows", "plan 50")) == rows[1]
+    SharingPlan(lead=[[0, 0]], residual=32).save(plans.plan_file(case, "constant", 0.5))
+    plans.restore(case)
+    assert not kept_at(case.folder / "rows", "plan 50").is_file(), "old rows have a residual of 128"
     assert "plan 20: the plan was made anew" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="of other sizes"):
         plans.restore(replace(case, window=64))
@@ -103,9 +107,11 @@ def test_a_plan_of_other_costs_is_made_anew(script):
     plans = script("plans_by_bytes")
     measured = {"text": "one", "prompts": "as long as the texts"}
     made = SharingPlan(lead=[[0, 0]], provenance=measured | {"target_saving": 0.8})
-    assert plans.is_made_of(made, measured)
-    assert not plans.is_made_of(made, measured | {"text": "two"})
-    assert not plans.is_made_of(replace(made, provenance={"text": "one"}), measured)
+    assert plans.is_made_of(made, measured, 32)
+    assert not plans.is_made_of(made, measured | {"text": "two"}, 32)
+    assert not plans.is_made_of(replace(made, provenance={"text": "one"}), measured, 32)
+    packed = replace(made, bits=[4], residual=32)
+    assert plans.is_made_of(packed, measured, 32) and not plans.is_made_of(packed, measured, 128)
 
 
 def test_a_model_that_was_trained_with_another_plan_is_measured_anew(script, tmp_path, monkeypatch):

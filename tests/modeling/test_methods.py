@@ -7,7 +7,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 import pod
-from pod.modeling.model.sharing import GROUP_SIZE, RESIDUAL
+from pod.modeling.model.packed_bytes import GROUP_SIZE, RESIDUAL
 
 
 def softmax_over(q, k, v, columns):

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import naive_layouts
 import pytest
@@ -14,8 +15,10 @@ import torch
 
 import pod
 from pod.modeling.model.generation import own_cache
+from pod.modeling.model.sharing import SharingPlan
 
 BITS = [4, 16, 8, 4, 16]
+OF_HEADS = [[0, None], [None, None], [2, None], [None, 3], [4, None]]
 EXPORT = """
 import json, sys, torch
 from transformers import AutoModelForCausalLM
@@ -50,6 +53,28 @@ def test_a_cache_that_nobody_named_is_the_planned_one(tools):
     made = model(ids, use_cache=True).past_key_values
     native = tools.make_pod()(ids, use_cache=True).past_key_values
     assert made.nbytes < 0.85 * native.nbytes
+
+
+@torch.no_grad()
+def test_the_models_own_cache_packs_what_the_plan_says(tools, tmp_path):
+    """Outputs and bytes are those of the method ``int4`` with this residual, before and after export."""
+    dense, ids = tools.make_pod(plan=False, dtype=torch.float32), tools.random_ids(2, 150)
+    plan = SharingPlan(OF_HEADS, bits=[4] * 5, residual=3, num_sink_tokens=2, num_recent_tokens=60)
+    model = pod.load_model(dense, plan=plan)
+    model.save_pretrained(tmp_path / "export")
+    found = {}
+    for name, one in (("planned", model), ("loaded", pod.load_model(tmp_path / "export"))):
+        assert one.config.sharing_plan.residual == 3
+        cache = pod.make_cache(one)
+        found[name] = one(ids, past_key_values=cache).logits, cache.nbytes
+    native = pod.load_model(dense, plan=replace(plan, bits=None))
+    for residual in (3, 128):
+        cache = pod.make_cache(native, "pod+int4", residual=residual)
+        found[residual] = native(ids, past_key_values=cache).logits, cache.nbytes
+    for name in ("planned", "loaded"):
+        assert torch.equal(found[name][0], found[3][0]) and found[name][1] == found[3][1]
+    assert found[3][1] < 0.75 * found[128][1]
+    assert pod.load_model(dense).config.kv_residual == 128, "without a plan"
 
 
 @pytest.fixture(scope="module")

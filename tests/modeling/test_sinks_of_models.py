@@ -389,7 +389,7 @@ def test_plan_files(plan, tmp_path):
     file = tmp_path / "plan.json"
     plan.save(file)
     content = json.loads(file.read_text())
-    assert (content["schema"], content["sinks"], content["sink_logits"][3]) == (4, "constant", None)
+    assert (content["schema"], content["sinks"], content["sink_logits"][3]) == (5, "constant", None)
     again = SharingPlan.load(file)
     assert again == plan and again.sink_constants == plan.sink_constants and again.sinks == "constant"
     assert hash(again) == hash(dataclasses.replace(plan, sink_constants=None))

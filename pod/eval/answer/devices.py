@@ -209,7 +209,8 @@ def layout_lines(
 
 def cache_bytes(config: "PodConfig", tokens: int, bytes_per_number: int) -> list[int]:
     """Bytes of each layer's keys and values, as the model's own cache holds them for one row of `tokens`."""
-    from pod.modeling.model.sharing import bits_per_number, roles_of
+    from pod.modeling.model.packed_bytes import bits_per_number
+    from pod.modeling.model.sharing import roles_of
 
     plan = config.sharing_plan
     found = []

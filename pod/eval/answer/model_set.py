@@ -367,9 +367,9 @@ class Models:
             return None
         if (file := self.sources[kind].plan) is not None:
             plan = pod.SharingPlan.load(file)
-            layout = [plan.lead, plan.bits]
+            layout = [plan.lead, plan.bits, plan.residual]
         else:
-            layout = [self._config(kind).get(field) for field in ("lead", "kv_bits")]
+            layout = [self._config(kind).get(field) for field in ("lead", "kv_bits", "kv_residual")]
         return [*layout, *self.windows(kind), self.recipe.model.dtype]
 
     def place(self, kind: str) -> dict[str, Any]:

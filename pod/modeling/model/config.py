@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
 
-from .sharing import Lead, SharingPlan, check_bits, dense_lead, kind_of_sinks
+from .packed_bytes import RESIDUAL, check_bits
+from .sharing import Lead, SharingPlan, dense_lead, kind_of_sinks
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 LAYOUTS = ("pod", "cla", "window")
@@ -59,6 +60,8 @@ class PodConfig(PreTrainedConfig):
             ``pod`` every head leads, for ``cla`` layers form pairs, for ``window`` every head keeps its
             window.
         kv_bits: bits per layer, see ``SharingPlan``. The model's own cache holds keys and values in them.
+        kv_residual: how many of the newest tokens stay native at least in layers of 8 or 4 bits, see
+            ``SharingPlan``.
         head_order: ``[num_hidden_layers][num_attention_heads]``, the order of the heads in these weights, see
             ``SharingPlan``. None = the original order. ``load_model`` permutes the weights and sets this
             field; setting it permutes nothing.
@@ -119,6 +122,7 @@ class PodConfig(PreTrainedConfig):
     window_rope_parameters: dict | None = None
     lead: list[list[int | None]] | None = None
     kv_bits: list[int] | None = None
+    kv_residual: int = RESIDUAL
     head_order: list[list[int]] | None = None
     layout: str = "pod"
     num_sink_tokens: int = None  # type: ignore[assignment]  # 16, or 0 for a window
@@ -303,7 +307,7 @@ class PodConfig(PreTrainedConfig):
         near, sinks = (self.num_sink_tokens, self.num_recent_tokens), self.sinks
         if self.layout == "cla":
             near, sinks = (None, None), None
-        return _plan(lead, bits, order, are_windows, heads, near, self.head_dim, sinks)
+        return _plan(lead, bits, self.kv_residual, order, are_windows, heads, near, self.head_dim, sinks)
 
     @property
     def own_method(self) -> str:
@@ -323,6 +327,7 @@ class PodConfig(PreTrainedConfig):
 def _plan(
     lead: Lead | None,
     bits: tuple[int, ...] | None,
+    residual: int,
     order: tuple[tuple[int, ...], ...] | None,
     are_windows: tuple[bool, ...],
     heads: int,
@@ -336,6 +341,7 @@ def _plan(
     return SharingPlan(
         lead=lead,
         bits=bits,
+        residual=residual,
         head_order=order,
         num_sink_tokens=near[0],
         num_recent_tokens=near[1],

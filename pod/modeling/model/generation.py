@@ -19,8 +19,8 @@ from .config import PodConfig
 from .group_quantizer import make_quantizer
 from .kv_quantizer import NATIVE, KVQuantizer
 from .layout import LAYOUT_LAYERS
+from .packed_bytes import GROUP_SIZE
 from .rows import GroupedCache
-from .sharing import GROUP_SIZE, RESIDUAL
 
 # options of the cache that generate() makes for assisted decoding, where 20 candidates are usual
 _ASSISTED: dict[str, Any] = {"extra_slots": 32}
@@ -202,9 +202,12 @@ class LayerQuantizers(KVQuantizer):
 
 
 def planned_quantizer(config: PodConfig) -> KVQuantizer:
-    """The quantizer for the ``kv_bits`` of a model's plan; ``NATIVE`` if all are 16."""
+    """The quantizer for ``kv_bits`` and ``kv_residual`` of a model's plan; ``NATIVE`` if all bits are 16."""
     bits = config.kv_bits or ()
-    made = {one: make_quantizer(f"int{one}", one, config, GROUP_SIZE, RESIDUAL) for one in set(bits) - {16}}
+    made = {
+        one: make_quantizer(f"int{one}", one, config, GROUP_SIZE, config.kv_residual)
+        for one in set(bits) - {16}
+    }
     return LayerQuantizers([made.get(one, NATIVE) for one in bits]) if made else NATIVE
 
 

@@ -6,8 +6,8 @@ from .config import PodConfig
 from .kv_buffer import KVBuffer
 from .kv_quantizer import KVQuantizer
 from .packed import Packing
+from .packed_bytes import GROUP_SIZE, check_bits, is_packed_window
 from .quantized import PackedTokens, QuantizedWindow
-from .sharing import GROUP_SIZE, check_bits
 from .window_buffer import WindowBuffer
 
 
@@ -48,7 +48,7 @@ class GroupQuantizer(KVQuantizer):
 
     def window(self, part: str, num_sink_tokens: int, num_recent_tokens: int) -> KVBuffer:
         """See ``KVQuantizer.window``. Native with a capacity, or if all of its tokens would stay native."""
-        if self.capacity or num_recent_tokens <= self.residual + self.group_size:
+        if self.capacity or not is_packed_window(num_recent_tokens, self.residual, self.group_size):
             return WindowBuffer(num_sink_tokens, num_recent_tokens)
         packing = Packing(self.bits, self.group_size, per_channel=False)
         return QuantizedWindow(packing, self.residual, num_sink_tokens, num_recent_tokens)

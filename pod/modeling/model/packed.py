@@ -37,7 +37,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .attend import compute_dtype, tile_elements
-from .sharing import channel_group
+from .packed_bytes import channel_group
 
 _HALF_MAX = torch.finfo(torch.float16).max
 _MINUS_TINY = -(2**15) + 1  # the bits of the largest fp16 number below 0, as int16

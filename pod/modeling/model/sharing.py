@@ -6,7 +6,6 @@ attention to distant tokens with the lead's queries and keys. Or it *keeps its w
 """
 
 import json
-import math
 import os
 import warnings
 from collections.abc import Iterable, Sequence
@@ -14,75 +13,28 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any
 
+from .packed_bytes import RESIDUAL, bits_per_number, native_tokens, window_size
 from .sink_constants import SinkConstants, read_constants
 
-SCHEMA_VERSION = 4
-_READABLE = (1, 2, 3, SCHEMA_VERSION)
+SCHEMA_VERSION = 5
+_READABLE = (1, 2, 3, 4, SCHEMA_VERSION)
 """Schemas of plan files that ``SharingPlan.load`` reads. 1 has no windows, no order of heads and no bits. 2
-has no sizes of windows. 3 knows only sinks that are tokens."""
+has no sizes of windows. 3 knows only sinks that are tokens. 4 has no
+`residual`."""
 _FIRST_WITH_WINDOWS = 3
 SINKS = ("tokens", "constant", "none")
 """Kinds of sinks in a head that keeps its window. ``tokens``: it stores the first tokens. ``constant``: a
 few learned or measured numbers take their place. ``none``: it has neither."""
-# defaults of a quantizer: how many numbers share a scale, and how many of the newest tokens stay native
-GROUP_SIZE, RESIDUAL = 32, 128
-NATIVE_TOKENS = RESIDUAL + (GROUP_SIZE - 1) / 2  # an average, since tokens are packed a group at a time
 BITS = (16, 8, 4)
 """Bits per number that a plan may give a layer. 16 = as the model computes."""
-_GROUP_BITS = 32  # the fp16 zero and the fp16 scale of a group
-
 # optional fields of a plan.json
-_OPTIONAL = ("head_order", "bits", "num_sink_tokens", "num_recent_tokens", "head_dim", "sinks")
+_OPTIONAL = ("head_order", "bits", "residual", "num_sink_tokens", "num_recent_tokens", "head_dim", "sinks")
 # all fields of a plan.json
 _FIELDS = ("schema", "lead", *_OPTIONAL, "sink_logits", "sink_values", "sink_keys", "provenance")
 
 Lead = tuple[tuple[int | None, ...], ...]
 """``[layer][KV head]``: the layer that the head follows, its own layer (it leads), or None (it keeps its
 window only)."""
-
-
-@lru_cache(maxsize=256)
-def channel_group(head_dim: int, group_size: int = GROUP_SIZE) -> int:
-    """How many channels of a token share a zero and a scale: the divisor of ``head_dim`` nearest to the size.
-
-    Nearest is meant by ratio; of two that are equally near, it is the smaller. 64, 96 and 128 channels make
-    groups of 32, 80 make groups of 40, 112 make groups of 28, and a head of 16 channels is one group.
-    """
-    divisors = [size for size in range(1, head_dim + 1) if head_dim % size == 0]
-    return min(divisors, key=lambda size: abs(math.log(size / group_size)))
-
-
-def bits_per_number(bits: int, head_dim: int | None = None) -> tuple[float, float]:
-    """Bits that one number takes, its share of the fp16 zero and scale included: in keys, and in values.
-
-    A group of keys is ``GROUP_SIZE`` tokens of one channel. A group of values is ``channel_group`` channels
-    of one token. So 4 bits take 5.0 in keys, and 4.8 in values of a head of 80 channels.
-
-    Args:
-        bits: 16, 8 or 4. 16 bits have no groups.
-        head_dim: channels of a head. None = a number that ``GROUP_SIZE`` divides.
-    """
-    if bits == 16:
-        return 16.0, 16.0
-    channels = GROUP_SIZE if head_dim is None else channel_group(head_dim)
-    return bits + _GROUP_BITS / GROUP_SIZE, bits + _GROUP_BITS / channels
-
-
-def check_bits(bits: int, head_dim: int, name: str) -> None:
-    """Raise ``ValueError`` unless ``head_dim`` codes of so many bits fill whole bytes.
-
-    No other rule limits the bits in which a model's keys and values can be held.
-
-    Args:
-        bits: 2, 4 or 8 per code.
-        head_dim: channels of a head.
-        name: the method or setting that asks for these bits. The message begins with it.
-    """
-    if head_dim * bits % 8:
-        raise ValueError(
-            f"{name}: {bits} bits of head_dim = {head_dim} channels do not fill whole bytes; head_dim must "
-            f"be a multiple of {8 // math.gcd(8, bits)}: use 8 bits (int8)"
-        )
 
 
 @dataclass(frozen=True)
@@ -165,7 +117,7 @@ class SharingPlan:
     For example, in ``SharingPlan(lead=[[0, 0], [0, None], [2, 0]])`` KV head 0 follows layer 0 in layer 1 and
     leads in layer 2. KV head 1 keeps its window in layer 1 and follows layer 0 in layer 2.
 
-    Plans are equal if their ``lead``, ``head_order`` and ``bits`` are.
+    Plans are equal if their ``lead``, ``head_order``, ``bits`` and ``residual`` are.
 
     Args:
         lead: ``[L][H]`` integers or None.
@@ -174,7 +126,9 @@ class SharingPlan:
             Query heads of a KV head stay together, so the order of KV heads follows. None = the original
             order.
         bits: per layer, the bits in which ``pod.make_cache`` holds the keys and values of every token: 16 (as
-            the model computes), 8 or 4. Windows stay native. None = 16 everywhere.
+            the model computes), 8 or 4. Older tokens of windows are packed too (``packed_window``). None = 16
+            everywhere.
+        residual: how many of the newest tokens stay native at least, in layers of 8 or 4 bits.
         num_sink_tokens, num_recent_tokens: the windows that the plan was made for, in tokens.
             ``pod.load_model`` uses them unless it is given others. None = not recorded.
         head_dim: channels of a head of the model that the plan was made for. The bytes of packed values
@@ -196,6 +150,7 @@ class SharingPlan:
     provenance: dict[str, Any] = field(default_factory=dict, compare=False)
     head_order: tuple[tuple[int, ...], ...] | None = None
     bits: tuple[int, ...] | None = None
+    residual: int = RESIDUAL
     num_sink_tokens: int | None = field(default=None, compare=False)
     num_recent_tokens: int | None = field(default=None, compare=False)
     head_dim: int | None = field(default=None, compare=False)
@@ -222,6 +177,8 @@ class SharingPlan:
             raise ValueError(
                 f"sharing plan: head_dim must be an integer >= 1, or null, got {self.head_dim!r}"
             )
+        if type(self.residual) is not int or self.residual < 0:
+            raise ValueError(f"sharing plan: residual must be an integer >= 0, got {self.residual!r}")
         if self.bits is None:
             return
         if isinstance(self.bits, Sequence) and len(self.bits) == self.num_layers:
@@ -443,7 +400,7 @@ class SharingPlan:
         total = 0.0
         for layer, row in enumerate(self.lead):
             bits = 16 if self.bits is None else self.bits[layer]
-            native = 1.0 if bits == 16 else min(1.0, NATIVE_TOKENS / n)
+            native = 1.0 if bits == 16 else min(1.0, native_tokens(self.residual) / n)
             key_bits, value_bits = bits_per_number(bits, self.head_dim)
             keys = native + (1 - native) * key_bits / 16
             values = native + (1 - native) * value_bits / 16
@@ -454,18 +411,15 @@ class SharingPlan:
     def _held_near(self, n: int, sinks: int, recent: int) -> float:
         """Bytes of the windows at ``n`` tokens, as a share of dense bytes.
 
-        A head with a window has one for keys and one for values, a follower has one for keys. A window that
-        is longer than what stays native is packed too, in groups of channels (``GroupQuantizer.window``).
+        A head with a window has one for keys and one for values, a follower has one for keys. Windows of
+        packed layers are packed too (``window_size``).
         """
         held = min(n, sinks + recent)
-        native = min(held, sinks + RESIDUAL + GROUP_SIZE)
         total = 0.0
         for layer, row in enumerate(self.lead):
             bits = 16 if self.bits is None else self.bits[layer]
-            tokens: float = held
-            if bits < 16 and native < held:
-                _, packed_bits = bits_per_number(bits, self.head_dim)
-                tokens = native + (held - sinks - RESIDUAL) * packed_bits / 16
+            _, value_bits = bits_per_number(bits, self.head_dim)
+            tokens = window_size(held, min(held, sinks), self.residual, value_bits)
             windows = sum(lead is None for lead in row)
             followers = sum(lead not in (None, layer) for lead in row)
             total += tokens * (2 * windows + followers)
@@ -520,6 +474,7 @@ class SharingPlan:
         if not isinstance(provenance, dict):
             raise ValueError(f"{path}: sharing plan: provenance must be a mapping, got {provenance!r:.80}")
         fields = {name: content.get(name) for name in _OPTIONAL}
+        fields["residual"] = content.get("residual", RESIDUAL)
         if content["schema"] < _FIRST_WITH_WINDOWS:
             fields |= {name: provenance.get(name) for name in ("num_sink_tokens", "num_recent_tokens")}
         try:

@@ -1,0 +1,107 @@
+"""How many of the newest tokens stay in 16 bits: bytes, plans, files, and the cache of the model."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from plan_costs_at_random import explore_args, random_costs
+
+from pod.bench.args import POD, bench_method
+from pod.bench.decode_bytes import Sizes
+from pod.modeling.model.config import PodConfig
+from pod.modeling.model.group_quantizer import GroupQuantizer
+from pod.modeling.model.packed_bytes import bits_per_number, window_size
+from pod.modeling.model.sharing import SharingPlan
+from pod.plan.choose import choose
+from pod.plan.exploration import residual_of
+
+LEAD = [[0, None], [None, None], [2, None], [None, 3], [4, None]]
+
+
+@pytest.mark.parametrize("sinks", [0, 4])
+@pytest.mark.parametrize(("bits", "residual"), [(4, 0), (4, 32), (8, 32), (4, 100), (4, 128)])
+@pytest.mark.parametrize("recent", [64, 128, 200])
+def test_a_window_takes_as_many_bytes_as_plans_count(sinks, bits, residual, recent):
+    head_dim, n = 64, 300
+    window = GroupQuantizer(bits, 32, residual).window("keys", sinks, recent)
+    x = torch.randn(1, 1, n, head_dim, dtype=torch.bfloat16)
+    for position in range(n):
+        window.append(x[:, :, position : position + 1], position)
+        window.flush(position + 1)
+    held = sum(tensor.nbytes for tensor in window.tensors())
+    _, value_bits = bits_per_number(bits, head_dim)
+    size = window_size(sinks + recent, sinks, residual, value_bits)
+    assert held == size * head_dim * 2
+    assert window_size(sinks + recent, sinks, residual, 16.0) == sinks + recent, "nothing is packed"
+
+
+def test_a_quarter_of_the_window_stays_native():
+    explore = explore_args(bits="16,4")
+    of_windows = {
+        recent: residual_of(explore, {"num_recent_tokens": recent}) for recent in (16, 128, 240, 4080)
+    }
+    assert of_windows == {16: 32, 128: 32, 240: 60, 4080: 128}
+    assert residual_of(explore_args(bits="16,4", residual=7), {"num_recent_tokens": 128}) == 7
+
+
+def few_leads(residual):
+    """A plan whose heads cost most in the order of their number, at half of the bytes of 512 tokens."""
+    costs = random_costs(layers=6, heads=4)
+    for name in ("lead4", "follow4"):
+        costs.tensors[name] *= 1e-3
+    changes = {} if residual is None else {"residual": residual}
+    explore = explore_args(
+        bits="16,4", roles="window", target_saving=0.66, budget_length=512, retrieval_weight=0.0, **changes
+    )
+    return choose(costs, explore, {"num_sink_tokens": 0, "num_recent_tokens": 128}).plan
+
+
+def test_packed_windows_leave_bytes_for_leads():
+    """The plan holds what was asked for, not less, with windows that are packed too."""
+    native, packed = few_leads(128), few_leads(None)
+    assert (native.residual, packed.residual) == (128, 32)
+    assert packed.packs and packed.num_leads > native.num_leads
+    lead = 0.3 / native.num_pairs  # about what a lead in 4 bits takes
+    for plan in (native, packed):
+        assert 0.66 - 1e-6 <= plan.saving(512) < 0.66 + 0.5 * lead
+
+
+def test_a_plan_that_would_save_too_little_counts_windows_in_16_bits(monkeypatch):
+    """Then it saves what was asked for, whichever layers are packed."""
+    packed = few_leads(None)
+    monkeypatch.setattr("pod.plan.choose.saves_enough", lambda plan, explore, windows: False)
+    safe = few_leads(None)
+    assert safe.num_leads < packed.num_leads and safe.saving(512) > packed.saving(512)
+
+
+def test_a_plan_without_packed_layers_has_the_usual_residual():
+    costs = random_costs()
+    explore = explore_args(bits="16", target_saving=0.3, budget_length=512, residual=5)
+    plan = choose(costs, explore, {"num_sink_tokens": 0, "num_recent_tokens": 64}).plan
+    assert plan == replace(plan, residual=128)
+
+
+def test_plan_files(tmp_path):
+    plan = SharingPlan(LEAD, bits=[4] * 5, residual=3, num_sink_tokens=2, num_recent_tokens=60)
+    plan.save(tmp_path / "plan.json")
+    assert SharingPlan.load(tmp_path / "plan.json") == plan != replace(plan, residual=4)
+    content = json.loads((tmp_path / "plan.json").read_text())
+    old = {name: value for name, value in content.items() if name != "residual"} | {"schema": 4}
+    (tmp_path / "old.json").write_text(json.dumps(old))
+    assert SharingPlan.load(tmp_path / "old.json") == replace(plan, residual=128)
+    for wrong in (-1, 1.5, None, True):
+        with pytest.raises(ValueError, match="residual must be an integer >= 0, got"):
+            replace(plan, residual=wrong)
+    (tmp_path / "wrong.json").write_text(json.dumps(content | {"residual": "3"}))
+    with pytest.raises(ValueError, match=r"wrong\.json: sharing plan: residual must be .* got '3'"):
+        SharingPlan.load(tmp_path / "wrong.json")
+
+
+def test_bytes_of_a_decoded_token_know_the_residual_of_the_plan():
+    config = PodConfig(num_hidden_layers=5, num_attention_heads=2, head_dim=128)
+    sizes = Sizes.of(config, SharingPlan(LEAD, bits=[4] * 5, residual=32), (0, 60), element=2)
+    packed = 128 * 5 / 8
+    for method, native in ((POD, 32 + 15.5), (bench_method("int4"), 128 + 15.5)):
+        key, _ = sizes.token_bytes(method, 4, 1000)
+        assert key == pytest.approx(packed + (256 - packed) * native / 1000)
