@@ -468,14 +468,20 @@ def kind_of(name: str) -> str | None:
     if words[0] == "dense":
         return None
     if words[0] == "adapted":
-        return "plan, retrieval weighs 16, distilled" if name.endswith("-long-distilled") else None
+        kind = next((kind for kind in KINDS if words[1].startswith(f"{kind}_")), None)
+        drawn = kind is not None and name.endswith("-long-distilled")
+        return f"{label_of(KINDS[kind])}, distilled" if drawn else None
     if words[0] == "plan":
-        kinds = {"stored": "plan, stored first tokens"}
-        kinds |= {
-            kind: f"plan, retrieval weighs {changes['retrieval_weight']:g}" for kind, changes in KINDS.items()
-        }
-        return kinds.get(words[1], "plan")
-    return words[0]
+        if words[1] in KINDS:
+            return label_of(KINDS[words[1]])
+        return "plan, stored first tokens" if words[1] == "stored" else "plan"
+    return f"{words[0]}, packed windows" if "packed" in words else words[0]
+
+
+def label_of(changes: dict[str, Any]) -> str:
+    """How a picture names plans with these changes of the settings."""
+    windows = ", windows in 16 bits" if "residual" in changes else ""
+    return f"plan, retrieval weighs {changes['retrieval_weight']:g}{windows}"
 
 
 def draw(case: Case, measured: list[dict[str, Any]]) -> None:

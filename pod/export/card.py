@@ -271,10 +271,9 @@ def _roles(config: PodConfig) -> str:
         packed = [
             f"{bits} bits in {config.kv_bits.count(bits)} layers" for bits in sorted(set(config.kv_bits))
         ]
-        said.append(
-            f"Keys and values are stored in {', '.join(packed)}. In packed layers, the newest "
-            f"{config.kv_residual} tokens stay in 16 bits."
-        )
+        said.append(f"Keys and values are stored in {', '.join(packed)}.")
+        if plan.packs:
+            said.append(f"At least the newest {config.kv_residual} tokens stay in 16 bits.")
     return " ".join(said)
 
 

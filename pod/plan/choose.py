@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ from pod.plan.exploration import (
     fewest_units,
     for_target,
     packed_costs,
+    pairs_saved,
     residual_of,
     saves_enough,
     units_of_target,
@@ -160,7 +162,6 @@ def of_all_heads(plan: SharingPlan, num_key_value_heads: int) -> SharingPlan:
 
 def _made_for(plan: SharingPlan, windows: dict[str, int], residual: int = RESIDUAL) -> SharingPlan:
     """The plan, which now records the windows, the residual and the head_dim that it was made for."""
-    residual = residual if plan.packs else RESIDUAL
     return replace(plan, **windows, residual=residual, head_dim=plan.provenance.get("head_dim"))
 
 
@@ -177,11 +178,14 @@ def choose(costs: MeasuredCosts, explore: ExploreArgs, windows: dict[str, int]) 
     curve = plans.curve
     if isinstance(curve, PackedFrontier):
         provenance["bits"] = list(explore.bits)
+    residual = residual_of(explore, windows)
+    chosen = replace(plans.at(units)[0], residual=residual, head_dim=head_dim)
+    pairs = units / curve.pair_units
     without = {}
     for name, rest in _forbidding(explore).items():
-        without[name], *_ = _solve(total, rest, windows, head_dim, units / curve.pair_units)
-        provenance[f"plan_cost_without_{name}"] = without[name].cost_of(units, curve.pair_units)
-    residual = residual_of(explore, windows)
+        saved = pairs_without(name, chosen, pairs, explore, windows)
+        without[name], *_ = _solve(total, rest, windows, head_dim, saved)
+        provenance[f"plan_cost_without_{name}"] = without[name].cost_of(saved, 1)
     plan = _finished(_with(plans, units, provenance), costs, residual, windows, kv_order)
     return Choice(plan, plans, units, without, kv_order)
 
@@ -217,6 +221,21 @@ def _forbidding(explore: ExploreArgs) -> dict[str, ExploreArgs]:
     if 4 in explore.bits:
         changes["4_bits"] = {"bits": [16]}
     return {name: replace(explore, target_saving=0.0, **change) for name, change in changes.items()}
+
+
+def pairs_without(
+    name: str, plan: SharingPlan, pairs: float, explore: ExploreArgs, windows: dict[str, int]
+) -> float:
+    """How many pairs' distant bytes a plan without something must save to be compared with a plan.
+
+    Plans that pack are compared by units, which count windows as 16-bit numbers. A plan in 16 bits must save
+    the bytes of packed windows too.
+
+    Args:
+        name: what is forbidden, see `Choice.without`.
+        pairs: what the plan saves by its units.
+    """
+    return pairs_saved(plan, explore, windows) if name == "4_bits" else pairs
 
 
 def _solve(
@@ -404,15 +423,15 @@ def mean_loss(model: PodForCausalLM) -> Callable[[Tensor | Prompt], Tensor]:
 def _losses_of(model: PodForCausalLM, input_ids: Tensor) -> Tensor:
     """The next-token losses ``[n - 1]`` of tokens ``[n]``, in nats; fp64 on the CPU.
 
-    Where layers are packed, every token reads what the model's own cache holds when that token comes. The
-    tokens are read a group at a time, since nothing is packed between two multiples of the group size.
+    Where layers are packed, every token reads what the model's own cache holds when that token comes. So the
+    tokens between two lengths at which something is packed are read together.
     """
     tokens = input_ids[None].to(model.device)
     packs = model.config.sharing_plan.packs
     cache: Any = make_cache(model) if packs else None
     parts = [
         model.model(input_ids=part, past_key_values=cache, use_cache=packs).last_hidden_state
-        for part in tokens.split(GROUP_SIZE if packs else tokens.shape[1], dim=1)
+        for part in tokens.split(_parts(model.config.sharing_plan, tokens.shape[1]), dim=1)
     ]
     hidden = torch.cat(parts, dim=1)[:, :-1]
     weight = model.lm_head.weight  # whose device need not be that of the tokens
@@ -423,3 +442,18 @@ def _losses_of(model: PodForCausalLM, input_ids: Tensor) -> Tensor:
         rows_in(LOGIT_BYTES, len(weight)),
     )
     return -found.logprobs[0].double().cpu()
+
+
+def _parts(plan: SharingPlan, length: int) -> list[int]:
+    """Numbers of tokens that are read together; a cache packs tokens between two parts only.
+
+    Tokens are packed when ``residual`` tokens and a multiple of the group size are held. In windows, first
+    tokens do not count (``packed.py``, ``QuantizedWindow``).
+    """
+    if not plan.packs:
+        return [length]
+    starts = {0, length}
+    for native in (plan.residual, plan.residual + (plan.num_sink_tokens or 0)):
+        starts.update(range(native % GROUP_SIZE, length, GROUP_SIZE))
+    places = sorted(starts)
+    return [stop - start for start, stop in pairwise(places)]

@@ -18,7 +18,7 @@ from pod.data.rows.manifest import MANIFEST_NAME, read_manifest
 from pod.modeling.loading import load_model
 from pod.modeling.model.config import PodConfig
 from pod.modeling.model.llama import PodForCausalLM
-from pod.modeling.model.packed_bytes import GROUP_SIZE, RESIDUAL, check_bits
+from pod.modeling.model.packed_bytes import GROUP_SIZE, RESIDUAL, check_bits, is_packed_window
 from pod.modeling.model.sharing import SharingPlan
 from pod.modeling.placement import ROOM, free_bytes, free_unused, share_of_rank
 from pod.models import resolve_model
@@ -236,7 +236,12 @@ def check_model(config: Any, explore: ExploreArgs, windows: dict[str, int]) -> N
     if explore.algorithm == "dp":
         free = at_granularity(explore, {name: np.zeros(shape) for name, shape in shapes.items()})
         if 4 in explore.bits:
-            frontier = packed_costs(explore, free, windows, config.head_dim).solve(None)
+            packed = packed_costs(explore, free, windows, config.head_dim)
+            every = packed.solve([True] * len(packed.lead4))
+            most = replace(every.plan(len(every.costs) - 1), bits=(4,) * len(packed.lead4))
+            if saves_enough(replace(most, head_dim=config.head_dim), explore, windows):
+                return
+            frontier = packed.solve(None)
         else:
             frontier = solve(*allowed(explore, free))
         units_of_target(for_target(frontier, explore), explore, windows)
@@ -281,7 +286,10 @@ def fewest_units(
         plan = replace(frontier.plan(frontier.cheapest(units)), head_dim=head_dim)
         return saves_enough(plan, explore, windows)
 
-    return bisect_left(range(units_of_target(frontier, explore, windows)), True, key=is_enough)
+    most = len(frontier.costs) - 1
+    if not is_enough(most):
+        most = units_of_target(frontier, explore, windows)
+    return bisect_left(range(most), True, key=is_enough)
 
 
 def saves_enough(plan: SharingPlan, explore: ExploreArgs, windows: dict[str, int]) -> bool:
@@ -291,14 +299,25 @@ def saves_enough(plan: SharingPlan, explore: ExploreArgs, windows: dict[str, int
     return saving >= explore.least_saving - 1e-6
 
 
+def pairs_saved(plan: SharingPlan, explore: ExploreArgs, windows: dict[str, int]) -> float:
+    """How many pairs' distant bytes a plan saves where it will run, with packed windows counted."""
+    counted = counted_windows(explore, windows)
+    distant = 1 - min(1.0, sum(counted.values()) / explore.budget_tokens)
+    return plan.saving(explore.budget_tokens, **counted) / distant * plan.num_pairs if distant else 0.0
+
+
 def residual_of(explore: ExploreArgs, windows: dict[str, int]) -> int:
     """How many of the newest tokens stay in 16 bits in packed layers of a plan, see `explore.residual`.
 
-    Example: 32 with windows of 128 recent tokens or fewer, 128 with windows of 4,080.
+    Examples: 32 with windows of 240 recent tokens or fewer, 64 with 256, and 128 with 4,080. A plan that may
+    not pack has the usual number.
     """
+    if 4 not in explore.bits:
+        return RESIDUAL
     if explore.residual is not None:
         return explore.residual
-    return max(GROUP_SIZE, min(RESIDUAL, windows["num_recent_tokens"] // 4))
+    quarter = windows["num_recent_tokens"] // 4 // GROUP_SIZE * GROUP_SIZE
+    return max(GROUP_SIZE, min(RESIDUAL, quarter))
 
 
 def counted_windows(explore: ExploreArgs, windows: dict[str, int]) -> dict[str, int]:
@@ -391,6 +410,7 @@ def packed_costs(
         near=sum(windows.values()),
         head_dim=head_dim,
         residual=residual_of(explore, windows),
+        packs_windows=is_packed_window(windows["num_recent_tokens"], residual_of(explore, windows)),
     )
 
 

@@ -26,7 +26,7 @@ from pod.modeling.model.sharing import SharingPlan
 from pod.modeling.retrieval_heads import RetrievalHeads
 from pod.plan.args import ExploreArgs
 from pod.plan.checks import check_array, check_groups
-from pod.plan.choose import Choice
+from pod.plan.choose import Choice, pairs_without
 from pod.plan.engines import EngineCache, describe_engine, window_counts
 from pod.plan.exploration import counted_windows
 from pod.plan.plan_progress import steps
@@ -66,11 +66,12 @@ def pareto(choice: Choice, explore: ExploreArgs, windows: dict[str, int]) -> dic
     points = []
     for units in steps(sorted(every), "curve"):
         plan = choice.plan_at(units)
+        pairs = {name: pairs_without(name, plan, units / pair, explore, windows) for name in choice.without}
         point = {
             "units": units,
             "saving": plan.saving(explore.budget_tokens, **counted),
             "cost": choice.plans.at(units)[1],
-            "cost_without": {name: other.cost_of(units, pair) for name, other in choice.without.items()},
+            "cost_without": {name: other.cost_of(pairs[name], 1) for name, other in choice.without.items()},
             "leads": plan.num_leads,
             "followers": plan.num_followers,
             "windows": plan.num_windows,

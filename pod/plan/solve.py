@@ -280,6 +280,7 @@ class PackedCosts:
         near: number of these tokens that lie in a window.
         head_dim: of the model; the size of packed values depends on it. None = a multiple of ``GROUP_SIZE``.
         residual: how many of the newest tokens stay native at least in packed layers.
+        packs_windows: whether windows are so long that packed layers pack their older tokens.
     """
 
     follow: Floats | None
@@ -290,6 +291,7 @@ class PackedCosts:
     near: int
     head_dim: int | None = None
     residual: int = RESIDUAL
+    packs_windows: bool = False
 
     def __post_init__(self) -> None:
         sizes = _check_roles(self.follow, self.window)
@@ -352,11 +354,13 @@ class PackedFrontier(Curve):
     Attributes:
         bound: a lower bound of the cost by number of saved units, whatever the choice of bits.
         solved: the costs of each choice of bits by number of saved units.
+        packs_windows: see ``PackedCosts``.
     """
 
     bound: Floats
     solved: dict[PackedLayers, Floats]
     _solve: Callable[[PackedLayers], Frontier]
+    packs_windows: bool = False
 
     @property
     def targets(self) -> Ints:
@@ -364,9 +368,15 @@ class PackedFrontier(Curve):
         return np.arange(len(self.costs))
 
     def plan(self, units: int, provenance: dict[str, Any] | None = None) -> SharingPlan:
-        """A plan that saves ``units`` at least cost; ValueError for units that no plan saves."""
+        """A plan that saves ``units`` at least cost; ValueError for units that no plan saves.
+
+        A layer in which all heads keep windows is packed if that makes these windows smaller.
+        """
         packed = min(self.solved, key=lambda choice: self._cost_of(choice, slice(units, units + 1)))
         plan = self._solve(packed).plan(units, provenance)
+        if self.packs_windows:
+            alone = (set(row) == {None} for row in plan.lead)
+            packed = tuple(map(any, zip(packed, alone, strict=True)))
         if not any(packed):
             return replace(plan, bits=None)
         return replace(plan, bits=tuple(PACKED if is_packed else 16 for is_packed in packed))
@@ -407,7 +417,9 @@ def solve_packed(costs: PackedCosts) -> PackedFrontier:
         choices = product((False, True), repeat=layers)
     else:
         choices = _found(costs, free.costs)
-    empty = PackedFrontier(free.sizes, free.pair_units, free.costs, free.costs, {}, solve)
+    empty = PackedFrontier(
+        free.sizes, free.pair_units, free.costs, free.costs, {}, solve, costs.packs_windows
+    )
     shown = steps(list(choices), "choices of bits")
     return _least_of(empty, {choice: solve(choice).costs for choice in shown})
 

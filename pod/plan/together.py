@@ -16,6 +16,7 @@ Example: on SmolLM2-135M, with 60 of 90 heads in windows, this finds the cheapes
 starts find.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -71,14 +72,14 @@ class Plans:
         near = {self.curve.cheapest(one) for one in range(units, last + 1, step)}
         return min(sorted(near), key=lambda one: self.at(one)[1])
 
-    def cost_of(self, units: int, pair_units: int) -> float | None:
+    def cost_of(self, units: float, pair_units: int) -> float | None:
         """The cost of the plan that saves ``units`` of another curve or more; None where no plan does.
 
         Args:
-            units: number of units of another curve.
+            units: number of units of another curve, which may be a fraction.
             pair_units: units that a pair without distant tokens saves on that curve.
         """
-        first = -(-units * self.curve.pair_units // pair_units)  # in this curve's units, rounded up
+        first = math.ceil(units * self.curve.pair_units / pair_units - 1e-9)  # in this curve's units
         if not np.isfinite(self.curve.costs[first:]).any():
             return None
         return self.at(self.curve.cheapest(first))[1]

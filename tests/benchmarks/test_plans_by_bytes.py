@@ -47,7 +47,7 @@ def test_a_row_holds_its_share_of_the_bytes(script, model, method, tmp_path, mon
     RetrievalHeads(echo=scores, induction=scores, num_key_value_heads=HEADS).save(heads)
     monkeypatch.setattr(plans, "retrieval_heads", lambda case: heads)
     sizes = replace(plans.Sizes(), length=LENGTH)
-    case = plans.Case("tiny", pairs=(LAYERS, HEADS), window=96, plans={}, methods={}, sizes=sizes)
+    case = plans.Case("tiny", pairs=(LAYERS, HEADS), window=160, plans={}, methods={}, sizes=sizes)
     share = 0.4
     row = plans.method_row(case, method, share)
     budget = None if row.share is None else round(row.share * LENGTH)
@@ -56,9 +56,32 @@ def test_a_row_holds_its_share_of_the_bytes(script, model, method, tmp_path, mon
         model(torch.randint(61, (1, LENGTH)), past_key_values=cache, use_cache=True)
     dense = 2 * LAYERS * HEADS * HEAD_DIM * LENGTH * 2
     # whole heads stay in razor; other methods have a budget in tokens, and rings with some free slots
-    step = 1 / (LAYERS * HEADS) if method.startswith("razor") else 0.04
+    step = 0.04
+    if method.startswith("razor"):
+        step = (0.5 if "int4" in method else 1) / (LAYERS * HEADS)
     assert row.options.get("residual") == (32 if method.endswith("packed") else None)
     assert cache.nbytes / dense == pytest.approx(share, abs=step)
+
+
+def test_lines_of_a_picture(script):
+    """What differs in its windows or its weight has a line of its own."""
+    kind_of = script("plans_by_bytes").kind_of
+    weighs = "plan, retrieval weighs 16"
+    expected = {
+        "dense": None,
+        "plan 12.5": "plan",
+        "plan stored 20": "plan, stored first tokens",
+        "plan retrieval_16 20": f"{weighs}, windows in 16 bits",
+        "plan packed_16 20": weighs,
+        "adapted packed_16_12.5-long-distilled": f"{weighs}, distilled",
+        "adapted retrieval_16_20-long-distilled": f"{weighs}, windows in 16 bits, distilled",
+        "adapted retrieval_16_20-slow-distilled": None,
+        "adapted 33-slow-distilled": None,
+        "razor+int4 20": "razor+int4",
+        "razor+int4 packed 20": "razor+int4, packed windows",
+        "int4": "int4",
+    }
+    assert {name: kind_of(name) for name in expected} == expected
 
 
 @pytest.mark.parametrize("windows", [None, [100, None, 700, None]])

@@ -1,5 +1,7 @@
 """The measured loss of a plan is that of a model with it."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -41,3 +43,22 @@ def test_losses_are_those_of_models_with_the_plan(model, name):
     expected = float(sum(losses)) / sum(len(x) - 1 for x in sequences)
     assert plan_loss(model, PLANS[name], sequences) == pytest.approx(expected, rel=1e-12)
     assert model.config.sharing_plan.is_dense, "the model is left as it was"
+
+
+@pytest.mark.parametrize("residual", [0, 32, 60])
+@torch.no_grad()
+def test_packed_tokens_are_read_as_in_decoding(model, residual):
+    """First tokens and any residual shift the places at which tokens are packed."""
+    plan = replace(
+        PLANS["windows"], bits=[4] * 5, residual=residual, num_sink_tokens=3, num_recent_tokens=110
+    )
+    longer = {"max_position_embeddings": 256, "num_sink_tokens": 3, "num_recent_tokens": 110}
+    long = pod.PodForCausalLM(pod.PodConfig(**(model.config.to_dict() | longer))).double().eval()
+    long.load_state_dict(model.state_dict())
+    ids = torch.randint(0, 61, (190,), generator=torch.Generator().manual_seed(4))
+    planned = pod.load_model(long, plan=plan)
+    cache, losses = pod.make_cache(planned), []
+    for position in range(len(ids) - 1):
+        logits = planned(ids[None, position : position + 1], past_key_values=cache).logits[0, -1]
+        losses.append(torch.nn.functional.cross_entropy(logits, ids[position + 1]))
+    assert plan_loss(long, plan, [ids]) == pytest.approx(float(sum(losses)) / len(losses), rel=1e-9)

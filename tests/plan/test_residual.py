@@ -14,7 +14,7 @@ from pod.modeling.model.group_quantizer import GroupQuantizer
 from pod.modeling.model.packed_bytes import bits_per_number, window_size
 from pod.modeling.model.sharing import SharingPlan
 from pod.plan.choose import choose
-from pod.plan.exploration import residual_of
+from pod.plan.exploration import check_model, residual_of
 
 LEAD = [[0, None], [None, None], [2, None], [None, 3], [4, None]]
 
@@ -39,22 +39,29 @@ def test_a_window_takes_as_many_bytes_as_plans_count(sinks, bits, residual, rece
 def test_a_quarter_of_the_window_stays_native():
     explore = explore_args(bits="16,4")
     of_windows = {
-        recent: residual_of(explore, {"num_recent_tokens": recent}) for recent in (16, 128, 240, 4080)
+        recent: residual_of(explore, {"num_recent_tokens": recent}) for recent in (16, 128, 240, 256, 4080)
     }
-    assert of_windows == {16: 32, 128: 32, 240: 60, 4080: 128}
+    assert of_windows == {16: 32, 128: 32, 240: 32, 256: 64, 4080: 128}
     assert residual_of(explore_args(bits="16,4", residual=7), {"num_recent_tokens": 128}) == 7
 
 
-def few_leads(residual):
-    """A plan whose heads cost most in the order of their number, at half of the bytes of 512 tokens."""
+WINDOWS = {"num_sink_tokens": 0, "num_recent_tokens": 128}
+
+
+def chosen(saving, costs_of_bits=1e-3, **changes):
+    """What is chosen by random costs at 512 tokens."""
     costs = random_costs(layers=6, heads=4)
     for name in ("lead4", "follow4"):
-        costs.tensors[name] *= 1e-3
+        costs.tensors[name] *= costs_of_bits
+    given = {"bits": "16,4", "roles": "window", "budget_length": 512, "retrieval_weight": 0.0}
+    explore = explore_args(**given | {"target_saving": saving} | changes)
+    return choose(costs, explore, WINDOWS)
+
+
+def few_leads(residual):
+    """The plan of a third of the bytes."""
     changes = {} if residual is None else {"residual": residual}
-    explore = explore_args(
-        bits="16,4", roles="window", target_saving=0.66, budget_length=512, retrieval_weight=0.0, **changes
-    )
-    return choose(costs, explore, {"num_sink_tokens": 0, "num_recent_tokens": 128}).plan
+    return chosen(0.66, **changes).plan
 
 
 def test_packed_windows_leave_bytes_for_leads():
@@ -73,6 +80,44 @@ def test_a_plan_that_would_save_too_little_counts_windows_in_16_bits(monkeypatch
     monkeypatch.setattr("pod.plan.choose.saves_enough", lambda plan, explore, windows: False)
     safe = few_leads(None)
     assert safe.num_leads < packed.num_leads and safe.saving(512) > packed.saving(512)
+
+
+def test_what_packed_windows_reach_is_not_refused():
+    """All heads in windows save 0.75 in 16 bits, and 0.816 packed."""
+    assert 0.8 <= chosen(0.8).plan.saving(512) < 0.82
+    config = PodConfig(num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=4, head_dim=64)
+    settings = {"bits": "16,4", "roles": "window", "sequence_length": 512, "retrieval_sequences": 0}
+    check_model(config, explore_args(target_saving=0.8, **settings), WINDOWS)
+    for refuse in (
+        lambda: chosen(0.83),
+        lambda: check_model(config, explore_args(target_saving=0.83, **settings), WINDOWS),
+        lambda: check_model(config, explore_args(target_saving=0.8, residual=128, **settings), WINDOWS),
+    ):
+        with pytest.raises(ValueError, match=r"target_saving is 0\.8.*, but the allowed roles save"):
+            refuse()
+
+
+def test_layers_of_windows_alone_are_packed():
+    """Also where 4 bits cost much, so that layers with leads stay in 16 bits."""
+    choice = chosen(0.7, costs_of_bits=1e3)
+    alone = [set(row) == {None} for row in choice.plan.lead]
+    assert any(alone) and choice.plan.bits == tuple(4 if one else 16 for one in alone)
+    assert not chosen(0.7, costs_of_bits=1e3, residual=128).plan.packs, "these windows stay native"
+
+
+def test_a_plan_in_16_bits_is_compared_at_equal_bytes():
+    """What is saved without 4 bits are the bytes of packed windows too."""
+    choice = chosen(0.74)
+    in_16_bits = chosen(choice.plan.saving(512), bits="16")
+    found = choice.plan.provenance["plan_cost_without_4_bits"]
+    assert found == pytest.approx(in_16_bits.plan.provenance["plan_cost"])
+
+
+def test_every_plan_of_a_curve_has_the_residual():
+    """Also where the chosen plan packs nothing."""
+    choice = chosen(0.0)
+    assert not choice.plan.packs and choice.plans.curve.targets[-1] > 0
+    assert choice.plan_at(int(choice.plans.curve.targets[-1])).residual == 32
 
 
 def test_a_plan_without_packed_layers_has_the_usual_residual():

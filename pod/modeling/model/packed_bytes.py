@@ -54,7 +54,7 @@ def bits_per_number(bits: int, head_dim: int | None = None) -> tuple[float, floa
 
 
 def window_size(held: int, num_sink_tokens: int, residual: int, value_bits: float) -> float:
-    """How many native tokens take as many bytes as a window's keys and values.
+    """How many native tokens take as many bytes as the keys and values of a full window.
 
     First tokens are native. A window of recent tokens has ``residual + GROUP_SIZE`` native slots. If it is
     longer, it also has a packed slot for each token that is not among the newest ``residual``.

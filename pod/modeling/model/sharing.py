@@ -19,8 +19,7 @@ from .sink_constants import SinkConstants, read_constants
 SCHEMA_VERSION = 5
 _READABLE = (1, 2, 3, 4, SCHEMA_VERSION)
 """Schemas of plan files that ``SharingPlan.load`` reads. 1 has no windows, no order of heads and no bits. 2
-has no sizes of windows. 3 knows only sinks that are tokens. 4 has no
-`residual`."""
+has no sizes of windows. 3 knows only sinks that are tokens. 4 has no residual."""
 _FIRST_WITH_WINDOWS = 3
 SINKS = ("tokens", "constant", "none")
 """Kinds of sinks in a head that keeps its window. ``tokens``: it stores the first tokens. ``constant``: a
@@ -126,7 +125,7 @@ class SharingPlan:
             Query heads of a KV head stay together, so the order of KV heads follows. None = the original
             order.
         bits: per layer, the bits in which ``pod.make_cache`` holds the keys and values of every token: 16 (as
-            the model computes), 8 or 4. Older tokens of windows are packed too (``packed_window``). None = 16
+            the model computes), 8 or 4. Older tokens of windows are packed too (``window_size``). None = 16
             everywhere.
         residual: how many of the newest tokens stay native at least, in layers of 8 or 4 bits.
         num_sink_tokens, num_recent_tokens: the windows that the plan was made for, in tokens.
