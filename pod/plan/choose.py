@@ -324,7 +324,8 @@ def head_order(plan: SharingPlan, kv_order: HeadOrder, order: Tensor) -> HeadOrd
 def in_all_layers(plan: SharingPlan) -> SharingPlan:
     """Turn a plan of the measured layers into a plan of the whole model.
 
-    Layers that were not measured keep the windows that they were trained with.
+    Layers that were not measured keep the windows that they were trained with. They are packed too if the plan
+    packs other layers.
     """
     layers = plan.provenance.get("layers")
     if layers is None:
@@ -336,7 +337,7 @@ def in_all_layers(plan: SharingPlan) -> SharingPlan:
         return tuple(own.get(layer, other) for layer in range(plan.provenance["num_layers"]))
 
     lead = [[None if one is None else layers[one] for one in row] for row in plan.lead]
-    bits = spread(plan.bits, 16) if plan.bits else plan.bits
+    bits = spread(plan.bits, min(plan.bits)) if plan.bits else plan.bits
     order = plan.head_order
     if order:
         order = spread(order, range(len(order[0])))

@@ -87,9 +87,11 @@ def test_a_plan_of_some_layers_is_one_of_all():
     none, same = (None, None), (0, 1)
     assert whole.lead == (none, (1, 1), (1, None), none, none, (5, 5))
     assert whole.head_order == (same, (1, 0), (0, 1), same, same, (1, 0))
-    assert whole.bits == (16, 16, 4, 16, 16, 16) and whole.provenance == plan.provenance
+    assert whole.bits == (4, 16, 4, 4, 4, 16) and whole.provenance == plan.provenance
     plain = SharingPlan(lead)
     assert in_all_layers(plain) is plain
+    native = in_all_layers(replace(plan, bits=(16, 16, 16)))
+    assert native.bits == (16,) * 6, "nothing is packed where the plan packs nothing"
 
 
 @pytest.mark.slow
