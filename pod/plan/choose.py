@@ -324,8 +324,8 @@ def head_order(plan: SharingPlan, kv_order: HeadOrder, order: Tensor) -> HeadOrd
 def in_all_layers(plan: SharingPlan) -> SharingPlan:
     """Turn a plan of the measured layers into a plan of the whole model.
 
-    Layers that were not measured keep the windows that they were trained with. They are packed too if the plan
-    packs other layers.
+    Layers that were not measured keep the windows that they were trained with. They are packed if the plan
+    packs others.
     """
     layers = plan.provenance.get("layers")
     if layers is None:
