@@ -69,10 +69,12 @@ KINDS: dict[str, dict[str, Any]] = {
     "retrieval_0.5": {"retrieval_weight": 0.5, "residual": 128},
     "retrieval_16": {"retrieval_weight": 16.0, "residual": 128},
     "packed_16": {"retrieval_weight": 16.0},
+    "costs_0.5": {"retrieval_weight": 0.5, "rounds": 0},
 }
 """Kinds of plans with constants: what differs from the section `explore` of those of the kind ``constant``.
 
 With a residual of 128, windows of 128 tokens stay in 16 bits. By default three quarters of them are packed.
+Without rounds, plans are those of the costs alone.
 """
 PACKED_WINDOWS = 32
 """Residual of RazorAttention with packed windows, as that of plans."""
@@ -158,7 +160,12 @@ CASES = {
             "qwen",
             pairs=(24, 2),
             window=128,
-            plans={"constant": (0.2,), "retrieval_0.5": (0.125, 0.2, 0.33), "retrieval_16": (0.2,)},
+            plans={
+                "constant": (0.2,),
+                "retrieval_0.5": (0.125, 0.2, 0.33),
+                "retrieval_16": (0.2,),
+                "costs_0.5": (0.125, 0.2, 0.33),
+            },
             methods={"razor+int4": (0.125, 0.2), "razor+int4 packed": (0.125, 0.2), "int4": (None,)},
             sizes=Sizes(samples=2, batch=4),
         ),

@@ -73,6 +73,7 @@ def test_lines_of_a_picture(script):
         "plan stored 20": "plan, stored first tokens",
         "plan retrieval_16 20": f"{weighs}, windows in 16 bits",
         "plan packed_16 20": weighs,
+        "plan costs_0.5 20": "plan, retrieval weighs 0.5",
         "adapted packed_16_12.5-long-distilled": f"{weighs}, distilled",
         "adapted retrieval_16_20-long-distilled": f"{weighs}, windows in 16 bits, distilled",
         "adapted retrieval_16_20-slow-distilled": None,

@@ -11,9 +11,9 @@ Settled here (after KIVI, Liu et al. 2024):
   ends and after every decoded token; in between, new tokens are as they came. What is packed is never packed
   again.
 * Values: groups of g channels of one token (of all channels when there are fewer). Keys: the same where
-  tokens are evicted, and in windows; otherwise groups of g tokens of one channel, tokens 0..g-1, g..2g-1, …
-* A window never packs its sinks: it packs n_s + P(n - n_s) tokens less the sinks. With n_r <= residual + g it
-  packs nothing.
+  tokens are evicted; otherwise groups of g tokens of one channel, tokens 0..g-1, g..2g-1, …
+* A window never packs its sinks: it packs n_s + P(n - n_s) tokens less the sinks, in groups counted from the
+  last sink on. With n_r <= residual + g it packs nothing.
 """
 
 import bisect
@@ -93,7 +93,7 @@ class Packed:
     """Mix-in for an oracle: what rests between passes is packed.
 
     Attributes:
-        evicts: keys per token.
+        evicts: keys per token, since single tokens leave.
         windows: ``(n_s, n_r)`` when everything is held in windows (keys before RoPE).
     """
 
@@ -129,17 +129,24 @@ class Packed:
 
     def pack_keys(self, layer, head, entries):
         resting = self.resting(entries, self.windows)
-        if self.evicts or self.windows:
-            for entry in resting:
-                self.once(entry, "k", "k_raw")
+        if not self.evicts:
+            self.pack_blocks(resting)
             return
+        for entry in resting:
+            self.once(entry, "k", "k_raw")
+
+    def pack_blocks(self, resting):
+        """Pack keys a block of tokens at a time, before and after RoPE."""
         for start in range(0, len(resting), self.size):
             block = resting[start : start + self.size]
-            if not block[0].stats.get("k packed"):
-                for entry, k in zip(
-                    block, naive_channels(torch.stack([e.k for e in block]), self.bits), strict=True
-                ):
-                    entry.k, entry.stats["k packed"] = k, True
+            if block[0].stats.get("k packed"):
+                continue
+            for name in ("k", "k_raw"):
+                keys = torch.stack([getattr(entry, name) for entry in block])
+                for entry, key in zip(block, naive_channels(keys, self.bits), strict=True):
+                    setattr(entry, name, key)
+            for entry in block:
+                entry.stats["k packed"] = True
 
 
 class PackedFull(Packed, NaiveDecoder):
@@ -156,8 +163,7 @@ class PackedPod(Packed, PodSelected):
         if self.lead[layer][head] == layer:
             super().pack_keys(layer, head, entries)
         else:
-            for entry in self.resting(entries, (self.sinks, self.recent)):
-                self.once(entry, "k")
+            self.pack_blocks(self.resting(entries, (self.sinks, self.recent)))
 
     def windows_of(self, layer, head):
         return (self.sinks, self.recent) if self.lead[layer][head] is None else None

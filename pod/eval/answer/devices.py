@@ -226,9 +226,10 @@ def cache_bytes(config: "PodConfig", tokens: int, bytes_per_number: int) -> list
         followers = 0 if config.layout == "cla" else len(roles.followers)
         whole = len(roles.leads) * (key + value) + followers * value
         held = min(tokens, sinks + recent)
-        window = window_size(held, min(held, sinks), plan.residual, value_bits)
-        near = (followers + 2 * len(roles.windows)) * number
-        found.append(round(whole * tokens + near * window))
+        near_keys = window_size(held, min(held, sinks), plan.residual, key_bits)
+        near_values = window_size(held, min(held, sinks), plan.residual, value_bits)
+        near = (followers + len(roles.windows)) * near_keys + len(roles.windows) * near_values
+        found.append(round(whole * tokens + near * number))
     return found
 
 

@@ -50,7 +50,7 @@ class GroupQuantizer(KVQuantizer):
         """See ``KVQuantizer.window``. Native with a capacity, or if all of its tokens would stay native."""
         if self.capacity or not is_packed_window(num_recent_tokens, self.residual, self.group_size):
             return WindowBuffer(num_sink_tokens, num_recent_tokens)
-        packing = Packing(self.bits, self.group_size, per_channel=False)
+        packing = Packing(self.bits, self.group_size, per_channel=part == "keys")
         return QuantizedWindow(packing, self.residual, num_sink_tokens, num_recent_tokens)
 
 

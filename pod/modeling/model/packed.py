@@ -133,6 +133,25 @@ class Packing:
             groups.mul_(scale.unsqueeze(dim)).add_(zero.unsqueeze(dim))
             out[:, :, start:stop] = groups.flatten(dim - 1, dim)
 
+    def unpack_span(self, packed: Sequence[Tensor], start: int, stop: int, out: Tensor) -> None:
+        """Unpack tokens ``start … stop - 1`` into ``out``, even if they begin or end inside a group.
+
+        Args:
+            packed: codes, zeros and scales of tokens from 0 on, as ``pack`` returns them.
+            out: ``[b, h, stop - start, d]``.
+        """
+        shared = self.shared
+        first = start // shared
+        last = -(-stop // shared)
+        codes = packed[0][:, :, first * shared : last * shared]
+        groups = [x[:, :, first:last] for x in packed[1:]]
+        if (first * shared, last * shared) == (start, stop):
+            self.unpack((codes, *groups), out)
+            return
+        whole = out.new_empty(*codes.shape[:3], out.shape[3])
+        self.unpack((codes, *groups), whole)
+        out.copy_(whole[:, :, start - first * shared : stop - first * shared])
+
 
 def _half_below(x: Tensor) -> Tensor:
     """The largest fp16 number that is not above ``x``."""
@@ -229,7 +248,8 @@ class Packed(NamedTuple):
         packed = min(max(highest, start), stop)
         native = min(max(lowest, start), stop)
         if packed > start:
-            self._unpack(start, packed, out[:, :, : packed - start])
+            tensors = self.codes, self.zero, self.scale
+            self.packing.unpack_span(tensors, start, packed, out[:, :, : packed - start])
         position = torch.arange(native, stop, device=self.device)
         newest = self.tail[:, :, (position - self.tail_start) % self.tail.shape[2]]
         if packed > native:
@@ -238,20 +258,6 @@ class Packed(NamedTuple):
             newest = torch.where(is_packed, out[:, :, native - start :], newest)
         out[:, :, native - start :] = newest
         return out
-
-    def _unpack(self, start: int, stop: int, out: Tensor) -> None:
-        """Unpack tokens ``start … stop - 1`` into ``out``, even if they begin or end inside a group."""
-        shared = self.packing.shared
-        first = start // shared
-        last = -(-stop // shared)
-        groups = self.zero[:, :, first:last], self.scale[:, :, first:last]
-        codes = self.codes[:, :, first * shared : last * shared]
-        if (first * shared, last * shared) == (start, stop):
-            self.packing.unpack((codes, *groups), out)
-            return
-        whole = out.new_empty(*codes.shape[:3], out.shape[3])
-        self.packing.unpack((codes, *groups), whole)
-        out.copy_(whole[:, :, start - first * shared : stop - first * shared])
 
     # -- products --------------------------------------------------------------------------------------------
 

@@ -53,23 +53,28 @@ def bits_per_number(bits: int, head_dim: int | None = None) -> tuple[float, floa
     return bits + _GROUP_BITS / GROUP_SIZE, bits + _GROUP_BITS / channels
 
 
-def window_size(held: int, num_sink_tokens: int, residual: int, value_bits: float) -> float:
-    """How many native tokens take as many bytes as the keys and values of a full window.
+def packed_slots(num_recent_tokens: int, residual: int, group_size: int = GROUP_SIZE) -> int:
+    """Packed slots of a window that has some: whole groups, for all tokens but the newest ``residual``."""
+    return -(-(num_recent_tokens - residual) // group_size) * group_size
+
+
+def window_size(held: int, num_sink_tokens: int, residual: int, bits: float) -> float:
+    """How many native tokens take as many bytes as the keys, or the values, of a full window.
 
     First tokens are native. A window of recent tokens has ``residual + GROUP_SIZE`` native slots. If it is
-    longer, it also has a packed slot for each token that is not among the newest ``residual``.
+    longer, it also has packed slots (``packed_slots``).
 
     Example: 128 recent tokens, of which 32 stay native, take 64 native slots and 96 packed ones. In 4 bits,
     or 5.0 with scales, they are as large as 94 native tokens.
 
     Args:
         held: tokens of the window, first ones included.
-        value_bits: bits of a packed number, in values and in the keys of windows. 16 = nothing is packed.
+        bits: of a packed number, see ``bits_per_number``. 16 = nothing is packed.
     """
     recent = held - num_sink_tokens
-    if value_bits == 16 or not is_packed_window(recent, residual):
+    if bits == 16 or not is_packed_window(recent, residual):
         return held
-    return num_sink_tokens + residual + GROUP_SIZE + (recent - residual) * value_bits / 16
+    return num_sink_tokens + residual + GROUP_SIZE + packed_slots(recent, residual) * bits / 16
 
 
 def check_bits(bits: int, head_dim: int, name: str) -> None:

@@ -2,9 +2,9 @@
 
 ``packed.py`` has the format and says when tokens are packed. *Pending* and *at rest*: see ``kv_buffer.py``.
 
-Keys of a buffer that never evicts are grouped per channel over ``group_size`` consecutive tokens, because
-keys have outlier channels. Values, keys of evicting buffers and keys in windows are grouped per token over
-channels, because tokens of a per-channel group can only leave together.
+Keys are grouped per channel over ``group_size`` consecutive tokens, because keys have outlier channels.
+Values, and keys of buffers that evict single tokens, are grouped per token over channels, because tokens of a
+per-channel group can only leave together. In a window, a group leaves when all of its tokens have left.
 """
 
 from collections.abc import Iterator
@@ -16,6 +16,7 @@ from torch import Tensor
 from .attend import Segments
 from .kv_buffer import KVBuffer, replaced, take_slots
 from .packed import Packed, Packing, tiles
+from .packed_bytes import packed_slots
 from .window_buffer import WindowBuffer
 
 _SLACK = 128  # tensors grow by 1/128 of their length
@@ -79,7 +80,7 @@ class Codes:
 
     def read(self, start: int, out: Tensor) -> None:
         """Unpack the slots from ``start`` on into ``out`` ``[b, h, m, d]``."""
-        self.packing.unpack(self._at(start, start + out.shape[2]), out)
+        self.packing.unpack_span(self.tensors, start, start + out.shape[2], out)
 
     def keep(self, index: Tensor) -> None:
         """Keep only the slots ``index`` ``[b, h, w]`` and free all others. Codes are not quantized again.
@@ -435,8 +436,9 @@ class QuantizedWindow(_PackedBuffer, WindowBuffer):
     """A window, that is sinks and then a ring of recent tokens, of which the older recent ones are packed.
 
     Sinks and the newest tokens are native. ``P(n)`` counts tokens from the last sink on. Packed tokens have a
-    ring of their own with ``num_recent_tokens - residual`` slots, since the newest ``residual`` are never in
-    it. ``read`` puts every token into the slot that it has in a native ``KVBuffer``.
+    ring of their own, of whole groups (``packed_slots``). A group stays until all of its tokens have left the
+    window, and ``read`` leaves out those that have. It puts every token into the slot that it has in a native
+    ``KVBuffer``.
     """
 
     sinks: Tensor | None = replaced()
@@ -444,9 +446,9 @@ class QuantizedWindow(_PackedBuffer, WindowBuffer):
 
     def __init__(self, packing: Packing, residual: int, num_sink_tokens: int, num_recent_tokens: int):
         super().__init__(num_sink_tokens, num_recent_tokens)
-        self.ring = num_recent_tokens - residual  # slots of the packed ring
+        self.ring = packed_slots(num_recent_tokens, residual, packing.group_size)
         self._hold(Codes(packing, limit=self.ring), residual)
-        assert num_recent_tokens > self.newest.room and not packing.per_channel
+        assert num_recent_tokens > self.newest.room
         self.sinks = None
 
     @property
@@ -461,7 +463,7 @@ class QuantizedWindow(_PackedBuffer, WindowBuffer):
             self.sinks = sinks.clone() if self.sinks is None else torch.cat((self.sinks, sinks), dim=2)
         x = x[:, :, sinks.shape[2] :]
         self.newest.append(x)
-        newest, expired = self.newest, self.newest.stop - self.num_recent_tokens
+        newest, expired = self.newest, self._first_of_group(self.newest.stop - self.num_recent_tokens)
         if expired - newest.first > self.num_recent_tokens // _SLACK:
             newest.replace(newest.view(expired, newest.stop).clone(), expired)
 
@@ -478,6 +480,10 @@ class QuantizedWindow(_PackedBuffer, WindowBuffer):
     def _oldest(self) -> int:
         """Position of the oldest recent token that the window still holds."""
         return max(self.num_sink_tokens, self.length - self.num_recent_tokens)
+
+    def _first_of_group(self, position: int) -> int:
+        """Position of the first token of the group that a position behind the sinks belongs to."""
+        return position - (position - self.num_sink_tokens) % self.packing.group_size
 
     def _runs(self, first: int, stop: int, *sizes: int) -> Iterator[tuple[slice, int]]:
         """Cut the positions ``[first, stop)`` wherever a ring of one of these sizes wraps.
@@ -512,7 +518,8 @@ class QuantizedWindow(_PackedBuffer, WindowBuffer):
         stop = self.num_sink_tokens + self.num_packed(length)
         if self.is_empty or stop <= self.newest.first:
             return
-        for positions, behind in self._runs(max(self._oldest(), self.newest.first), stop, self.ring):
+        first = max(self._first_of_group(self._oldest()), self.newest.first)
+        for positions, behind in self._runs(first, stop, self.ring):
             self.codes.write(self.newest.view(positions.start, positions.stop), behind % self.ring)
         self.newest.rest(stop)
 

@@ -417,11 +417,12 @@ class SharingPlan:
         total = 0.0
         for layer, row in enumerate(self.lead):
             bits = 16 if self.bits is None else self.bits[layer]
-            _, value_bits = bits_per_number(bits, self.head_dim)
-            tokens = window_size(held, min(held, sinks), self.residual, value_bits)
+            key_bits, value_bits = bits_per_number(bits, self.head_dim)
+            keys = window_size(held, min(held, sinks), self.residual, key_bits)
+            values = window_size(held, min(held, sinks), self.residual, value_bits)
             windows = sum(lead is None for lead in row)
             followers = sum(lead not in (None, layer) for lead in row)
-            total += tokens * (2 * windows + followers)
+            total += keys * (windows + followers) + values * windows
         return total / (2 * self.num_pairs * n)
 
     def blocks(self, head: int) -> list[list[int]]:
