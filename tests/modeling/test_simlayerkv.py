@@ -239,10 +239,9 @@ def test_bytes_are_those_of_the_rule_and_do_not_grow(tools, spec, detector):
     assert sizes[1] == sizes[2]
     assert sizes[0] > sizes[1] if detector == "decode" else sizes[0] == sizes[1]
     tokens = 64 * 128  # bytes of one head's keys in fp32
-    if (
-        spec != "simlayerkv"
-    ):  # sinks, residual and a group native, the rest of the ring as 32 codes and 2 scales with zeros
-        tokens = (4 + 16 + 16) * 128 + (60 - 16) * (16 + 2 * 4)
+    if spec != "simlayerkv":
+        # sinks, residual and a group native; the rest in 3 groups of 16 tokens: 32 codes, 2 scales with zeros
+        tokens = (4 + 16 + 16) * 128 + 3 * 16 * (16 + 2 * 4)
     assert sizes[2] == 2 * 5 * 2 * 2 * tokens  # rows, layers, KV heads, key and value
     busy = make(model, spec, threshold=1.0, **options)
     feed(model, busy, ids, 200, *[1] * 10)

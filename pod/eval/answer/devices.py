@@ -218,7 +218,7 @@ def cache_bytes(config: "PodConfig", tokens: int, bytes_per_number: int) -> list
     newest = min(1.0, native_tokens(plan.residual) / tokens)  # the share of tokens that stay native
     for layer in range(config.num_hidden_layers):
         roles = roles_of(plan.lead, layer)
-        sinks, recent = (tokens_of or 0 for tokens_of in config.windows_of(layer))
+        sinks, recent = (size or 0 for size in config.windows_of(layer))
         bits = plan.bits[layer] if plan.bits else 16
         key_bits, value_bits = bits_per_number(bits, config.head_dim)
         key = number * (newest + (1 - newest) * key_bits / 16)
