@@ -56,6 +56,8 @@ PAIRS = (
     ("adapted retrieval_16_20-long-distilled", "adapted retrieval_16_20-slow-distilled"),
     ("adapted retrieval_16_20-long-distilled", "razor+int4 20"),
     ("adapted retrieval_16_20-long-distilled", "dense"),
+    ("adapted packed_16_12.5-long-distilled", "razor+int4 15"),
+    ("adapted packed_16_12.5-long-distilled", "dense"),
     ("plan stored 15", "razor+int4 15"),
     ("adapted stored_15-matched", "razor+int4 15"),
     ("layers 50 sinks constant", "heads 50 sinks tokens"),
