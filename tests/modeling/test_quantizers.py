@@ -224,11 +224,9 @@ def test_random_operations_on_a_window(seed, part):
                     group = [token for token, _ in held[first : first + size]]
                     if held[first][1]:
                         continue
-                    packed = (
-                        naive_channels(torch.stack(group), 4)
-                        if part == "keys"
-                        else [naive_token(token, 4, size) for token in group]
-                    )
+                    packed = [naive_token(token, 4, size) for token in group]
+                    if part == "keys":
+                        packed = naive_channels(torch.stack(group), 4)
                     held[first : first + size] = [[token, True] for token in packed]
         positions = slot_positions(native, length)
         if chance.random() < 0.1:
