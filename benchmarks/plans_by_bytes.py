@@ -501,7 +501,7 @@ def draw(case: Case, measured: list[dict[str, Any]]) -> None:
         kind = kind_of(x["name"])
         if kind is not None:
             found.setdefault(kind, []).append(x)
-    figure = Figure(figsize=(11, 5.6), layout="constrained")
+    figure = Figure(figsize=(11, 6.4), layout="constrained")
     answers = [x["passkeys"][str(case.sizes.key_lengths[-1])] for x in measured]
     all_found = all(map(all, answers))  # then a picture of them says nothing
     panels = figure.subplots(1, 1 if all_found else 2, squeeze=False)[0]
@@ -530,7 +530,7 @@ def draw(case: Case, measured: list[dict[str, Any]]) -> None:
         axes.set_xlabel("bytes held (% of 16 bits)")
         axes.set_xlim(5, max(70, widest + 3))
         axes.grid(alpha=0.3)
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=9)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=9)
     figure.savefig(PICTURES / f"plans_{case.name.replace('-', '_')}.png", dpi=110)
 
 
