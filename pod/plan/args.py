@@ -59,8 +59,8 @@ class ExploreArgs:
 
     residual: NonNegativeInt | None = None
     """With bits=[16, 4]: how many of the newest tokens stay in 16 bits at least, in layers of 4 bits. Older
-    tokens are packed, in windows of more than 64 tokens too. null = a quarter of model.num_recent_tokens,
-    in steps of 32, at least 32 and at most 128."""
+    tokens are packed, in windows of 85 tokens or more too. null = a quarter of model.num_recent_tokens, in
+    steps of 32, from 32 to 128; with shorter windows, as many as keep them in 16 bits."""
 
     align_heads: bool = True
     """With nats, follow, granularity=head and bits=[16]: reorder the KV heads of each layer so that

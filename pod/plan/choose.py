@@ -292,10 +292,31 @@ def _solve(
             frontier, kv_order = solve(found.follow, found.window), found.kv_order
     together = in_order(total["windows"], kv_order) if "window" in roles else None
     plans = Plans(frontier, together, lead4)
-    chosen = plans.cheapest(units)
-    if pairs is None and not saves_enough(replace(plans.at(chosen)[0], head_dim=head_dim), explore, windows):
-        chosen = plans.cheapest(units_of(frontier))  # other layers are packed, and so fewer windows
-    return plans, chosen, kv_order
+    if pairs is not None:
+        return plans, plans.cheapest(units), kv_order
+    return plans, _that_saves_enough(plans, units, explore, windows, head_dim), kv_order
+
+
+def _that_saves_enough(
+    plans: Plans, units: int, explore: ExploreArgs, windows: dict[str, int], head_dim: int | None
+) -> int:
+    """Units of a plan of low cost that saves explore.target_saving: ``units``, or more if need be.
+
+    Plans near each other may pack other layers, and so fewer windows.
+
+    Raises:
+        ValueError: no plan saves enough, since packed windows are larger than native ones.
+    """
+    step = max(1, plans.curve.pair_units // 2)
+    for least in range(units, len(plans.curve.costs), step):
+        chosen = plans.cheapest(least)
+        if saves_enough(replace(plans.at(chosen)[0], head_dim=head_dim), explore, windows):
+            return chosen
+    raise ValueError(
+        f"explore.target_saving is {explore.target_saving}, but with explore.residual = "
+        f"{residual_of(explore, windows)} packed windows of {windows['num_recent_tokens']} tokens are larger "
+        "than windows in 16 bits: leave explore.residual out, or choose a smaller saving"
+    )
 
 
 def head_order(plan: SharingPlan, kv_order: HeadOrder, order: Tensor) -> HeadOrder:

@@ -18,7 +18,7 @@ from pod.data.rows.manifest import MANIFEST_NAME, read_manifest
 from pod.modeling.loading import load_model
 from pod.modeling.model.config import PodConfig
 from pod.modeling.model.llama import PodForCausalLM
-from pod.modeling.model.packed_bytes import GROUP_SIZE, RESIDUAL, check_bits, is_packed_window
+from pod.modeling.model.packed_bytes import GROUP_SIZE, RESIDUAL, bits_per_number, check_bits, window_size
 from pod.modeling.model.sharing import SharingPlan
 from pod.modeling.placement import ROOM, free_bytes, free_unused, share_of_rank
 from pod.models import resolve_model
@@ -28,7 +28,7 @@ from pod.plan.divergence import DenseStates
 from pod.plan.engines import BATCHES_IN_FLIGHT, window_counts
 from pod.plan.gradients import held_activations
 from pod.plan.recording import planned_layers, sample_queries
-from pod.plan.solve import Curve, Floats, PackedCosts, PackedFrontier, solve
+from pod.plan.solve import PACKED, Curve, Floats, PackedCosts, PackedFrontier, solve
 from pod.tokenizer import load_tokenizer
 from pod.training.run.longer_context import extend
 from pod.training.run.mesh import planned_world_size
@@ -309,15 +309,20 @@ def pairs_saved(plan: SharingPlan, explore: ExploreArgs, windows: dict[str, int]
 def residual_of(explore: ExploreArgs, windows: dict[str, int]) -> int:
     """How many of the newest tokens stay in 16 bits in packed layers of a plan, see `explore.residual`.
 
-    Examples: 32 with windows of 240 recent tokens or fewer, 64 with 256, and 128 with 4,080. A plan that may
+    Examples: 32 with windows of 85 to 240 recent tokens, 64 with 256, and 128 with 4,080. Windows of 65 to 84
+    tokens would get larger, so their residual is so large that they stay native: 40 with 72. A plan that may
     not pack has the usual number.
     """
     if 4 not in explore.bits:
         return RESIDUAL
     if explore.residual is not None:
         return explore.residual
-    quarter = windows["num_recent_tokens"] // 4 // GROUP_SIZE * GROUP_SIZE
-    return max(GROUP_SIZE, min(RESIDUAL, quarter))
+    recent = windows["num_recent_tokens"]
+    quarter = max(GROUP_SIZE, min(RESIDUAL, recent // 4 // GROUP_SIZE * GROUP_SIZE))
+    key_bits, _ = bits_per_number(PACKED)
+    if window_size(recent, 0, quarter, key_bits) < recent:
+        return quarter
+    return max(GROUP_SIZE, recent - GROUP_SIZE)
 
 
 def counted_windows(explore: ExploreArgs, windows: dict[str, int]) -> dict[str, int]:
@@ -401,16 +406,18 @@ def packed_costs(
         head_dim: of the model.
     """
     follow, window = allowed(explore, total)
+    near, residual = sum(windows.values()), residual_of(explore, windows)
+    key_bits, _ = bits_per_number(PACKED, head_dim)
     return PackedCosts(
         follow=follow,
         window=window,
         lead4=total["lead4"],
         follow4=total.get("follow4"),
         n=explore.budget_tokens,
-        near=sum(windows.values()),
+        near=near,
         head_dim=head_dim,
-        residual=residual_of(explore, windows),
-        packs_windows=is_packed_window(windows["num_recent_tokens"], residual_of(explore, windows)),
+        residual=residual,
+        packs_windows=window_size(near, windows["num_sink_tokens"], residual, key_bits) < near,
     )
 
 

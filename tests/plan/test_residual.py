@@ -39,23 +39,24 @@ def test_a_window_takes_as_many_bytes_as_plans_count(sinks, bits, residual, rece
 def test_a_quarter_of_the_window_stays_native():
     explore = explore_args(bits="16,4")
     of_windows = {
-        recent: residual_of(explore, {"num_recent_tokens": recent}) for recent in (16, 128, 240, 256, 4080)
+        recent: residual_of(explore, {"num_recent_tokens": recent})
+        for recent in (16, 64, 72, 84, 85, 240, 256, 4080)
     }
-    assert of_windows == {16: 32, 128: 32, 240: 32, 256: 64, 4080: 128}
+    assert of_windows == {16: 32, 64: 32, 72: 40, 84: 52, 85: 32, 240: 32, 256: 64, 4080: 128}
     assert residual_of(explore_args(bits="16,4", residual=7), {"num_recent_tokens": 128}) == 7
 
 
 WINDOWS = {"num_sink_tokens": 0, "num_recent_tokens": 128}
 
 
-def chosen(saving, costs_of_bits=1e-3, **changes):
+def chosen(saving, costs_of_bits=1e-3, windows=WINDOWS, **changes):
     """What is chosen by random costs at 512 tokens."""
     costs = random_costs(layers=6, heads=4)
     for name in ("lead4", "follow4"):
         costs.tensors[name] *= costs_of_bits
     given = {"bits": "16,4", "roles": "window", "budget_length": 512, "retrieval_weight": 0.0}
     explore = explore_args(**given | {"target_saving": saving} | changes)
-    return choose(costs, explore, WINDOWS)
+    return choose(costs, explore, windows)
 
 
 def few_leads(residual):
@@ -74,12 +75,28 @@ def test_packed_windows_leave_bytes_for_leads():
         assert 0.66 - 1e-6 <= plan.saving(512) < 0.66 + 0.5 * lead
 
 
-def test_a_plan_that_would_save_too_little_counts_windows_in_16_bits(monkeypatch):
-    """Then it saves what was asked for, whichever layers are packed."""
-    packed = few_leads(None)
-    monkeypatch.setattr("pod.plan.choose.saves_enough", lambda plan, explore, windows: False)
+def test_a_plan_that_would_save_too_little_gives_way_to_one_that_saves_more(monkeypatch):
+    packed, seen = few_leads(None), []
+
+    def at_the_third(plan, explore, windows):
+        seen.append(plan)
+        return len(seen) == 3
+
+    monkeypatch.setattr("pod.plan.choose.saves_enough", at_the_third)
     safe = few_leads(None)
     assert safe.num_leads < packed.num_leads and safe.saving(512) > packed.saving(512)
+    monkeypatch.setattr("pod.plan.choose.saves_enough", lambda plan, explore, windows: False)
+    with pytest.raises(ValueError, match="explore.residual = 32 packed windows of 128 tokens are larger"):
+        few_leads(None)
+
+
+def test_windows_that_packing_makes_larger():
+    """72 tokens take 84 packed. So they stay native, and a plan saves what was asked for."""
+    windows = {"num_sink_tokens": 0, "num_recent_tokens": 72}
+    for changes in ({}, {"residual": 32}):
+        assert chosen(0.858, windows=windows, **changes).plan.saving(512) >= 0.858 - 1e-6
+    plan = chosen(0.7, costs_of_bits=1e3, windows=windows, residual=32).plan
+    assert not plan.packs, "layers of windows alone gain nothing"
 
 
 def test_what_packed_windows_reach_is_not_refused():
