@@ -262,10 +262,12 @@ def _solve(
     """
 
     def units_of(frontier: Frontier | PackedFrontier) -> int:
-        if pairs is None:
-            return units_of_target(frontier, explore, windows)
-        units = math.ceil(pairs * frontier.pair_units - 1e-9)
-        return frontier.cheapest(min(units, len(frontier.costs) - 1))
+        if pairs is not None:
+            units = math.ceil(pairs * frontier.pair_units - 1e-9)
+            return frontier.cheapest(min(units, len(frontier.costs) - 1))
+        if isinstance(frontier, PackedFrontier):
+            return fewest_units(frontier, explore, windows, head_dim)
+        return units_of_target(frontier, explore, windows)
 
     total = at_granularity(explore, total)
     roles = explore.roles or []
@@ -276,12 +278,8 @@ def _solve(
     if 4 in explore.bits:
         packed = solve_packed(packed_costs(explore, total, windows, head_dim))
         lead4 = total["lead4"]
-        if pairs is None:
-            frontier = packed.improved(fewest_units(packed, explore, windows, head_dim))
-            units = fewest_units(frontier, explore, windows, head_dim)
-        else:
-            frontier = packed.improved(units_of(packed))
-            units = units_of(frontier)
+        frontier = packed.improved(units_of(packed))
+        units = units_of(frontier)
     else:
         frontier = for_target(solve(*allowed(explore, total)), explore)
         units = units_of(frontier)
@@ -310,7 +308,7 @@ def _that_saves_enough(
     step = max(1, plans.curve.pair_units // 2)
     for least in range(units, len(plans.curve.costs), step):
         chosen = plans.cheapest(least)
-        if saves_enough(replace(plans.at(chosen)[0], head_dim=head_dim), explore, windows):
+        if saves_enough(plans.at(chosen)[0], explore, windows, head_dim):
             return chosen
     raise ValueError(
         f"explore.target_saving is {explore.target_saving}, but with explore.residual = "

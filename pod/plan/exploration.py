@@ -239,7 +239,7 @@ def check_model(config: Any, explore: ExploreArgs, windows: dict[str, int]) -> N
             packed = packed_costs(explore, free, windows, config.head_dim)
             every = packed.solve([True] * len(packed.lead4))
             most = replace(every.plan(len(every.costs) - 1), bits=(4,) * len(packed.lead4))
-            if saves_enough(replace(most, head_dim=config.head_dim), explore, windows):
+            if saves_enough(most, explore, windows, config.head_dim):
                 return
             frontier = packed.solve(None)
         else:
@@ -283,8 +283,7 @@ def fewest_units(
     """
 
     def is_enough(units: int) -> bool:
-        plan = replace(frontier.plan(frontier.cheapest(units)), head_dim=head_dim)
-        return saves_enough(plan, explore, windows)
+        return saves_enough(frontier.plan(frontier.cheapest(units)), explore, windows, head_dim)
 
     most = len(frontier.costs) - 1
     if not is_enough(most):
@@ -292,9 +291,17 @@ def fewest_units(
     return bisect_left(range(most), True, key=is_enough)
 
 
-def saves_enough(plan: SharingPlan, explore: ExploreArgs, windows: dict[str, int]) -> bool:
-    """Whether a plan saves explore.target_saving where it will run, see `explore.residual`."""
-    plan = replace(plan, residual=residual_of(explore, windows))
+def saves_enough(
+    plan: SharingPlan, explore: ExploreArgs, windows: dict[str, int], head_dim: int | None
+) -> bool:
+    """Whether a plan saves explore.target_saving where it will run.
+
+    Args:
+        plan: its roles and bits; the residual is that of the settings.
+        windows: `num_sink_tokens` and `num_recent_tokens` of the plan.
+        head_dim: of the model.
+    """
+    plan = replace(plan, residual=residual_of(explore, windows), head_dim=head_dim)
     saving = plan.saving(explore.budget_tokens, **counted_windows(explore, windows))
     return saving >= explore.least_saving - 1e-6
 

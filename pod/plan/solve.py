@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from pod.modeling.model.packed_bytes import RESIDUAL, bits_per_number, native_tokens
+from pod.modeling.model.packed_bytes import RESIDUAL, bits_per_number, mean_size
 from pod.modeling.model.sharing import SharingPlan
 from pod.plan.checks import check_costs
 from pod.plan.plan_progress import counter, steps
@@ -320,8 +320,7 @@ class PackedCosts:
         far = max(0, self.n - self.near) / self.n
         if not far:
             return 0.0
-        old = 1 - min(1.0, native_tokens(self.residual) / self.n)  # the share of tokens that are packed
-        return old * (1 - bits / 16) / far / 2 + 5e-7
+        return (1 - mean_size(bits, self.residual, self.n)) / far / 2 + 5e-7
 
     def solve(self, packed: Sequence[bool] | None, price: float | None = None) -> Frontier:
         """Find the least cost of every saving when these layers are packed.

@@ -9,6 +9,8 @@ from plan_costs_at_random import explore_args, random_costs
 
 from pod.bench.args import POD, bench_method
 from pod.bench.decode_bytes import Sizes
+from pod.eval.answer.devices import cache_bytes
+from pod.identity import plan_of
 from pod.modeling.model.config import PodConfig
 from pod.modeling.model.group_quantizer import GroupQuantizer
 from pod.modeling.model.packed_bytes import bits_per_number, window_size
@@ -78,14 +80,14 @@ def test_packed_windows_leave_bytes_for_leads():
 def test_a_plan_that_would_save_too_little_gives_way_to_one_that_saves_more(monkeypatch):
     packed, seen = few_leads(None), []
 
-    def at_the_third(plan, explore, windows):
+    def at_the_third(plan, *settings):
         seen.append(plan)
         return len(seen) == 3
 
     monkeypatch.setattr("pod.plan.choose.saves_enough", at_the_third)
     safe = few_leads(None)
     assert safe.num_leads < packed.num_leads and safe.saving(512) > packed.saving(512)
-    monkeypatch.setattr("pod.plan.choose.saves_enough", lambda plan, explore, windows: False)
+    monkeypatch.setattr("pod.plan.choose.saves_enough", lambda plan, *settings: False)
     with pytest.raises(ValueError, match="explore.residual = 32 packed windows of 128 tokens are larger"):
         few_leads(None)
 
@@ -152,6 +154,7 @@ def test_plan_files(tmp_path):
     old = {name: value for name, value in content.items() if name != "residual"} | {"schema": 4}
     (tmp_path / "old.json").write_text(json.dumps(old))
     assert SharingPlan.load(tmp_path / "old.json") == replace(plan, residual=128)
+    assert len({str(plan_of(tmp_path / name)) for name in ("plan.json", "old.json")}) == 2, "other answers"
     for wrong in (-1, 1.5, None, True):
         with pytest.raises(ValueError, match="residual must be an integer >= 0, got"):
             replace(plan, residual=wrong)
@@ -167,3 +170,14 @@ def test_bytes_of_a_decoded_token_know_the_residual_of_the_plan():
     for method, native in ((POD, 32 + 15.5), (bench_method("int4"), 128 + 15.5)):
         key, _ = sizes.token_bytes(method, 4, 1000)
         assert key == pytest.approx(packed + (256 - packed) * native / 1000)
+
+
+@pytest.mark.parametrize("residual", [0, 32, 128])
+def test_bytes_that_a_layout_of_gpus_counts_are_those_that_the_plan_holds(residual):
+    config = PodConfig(
+        num_hidden_layers=5, num_attention_heads=2, head_dim=80, num_sink_tokens=4, num_recent_tokens=120,
+        lead=LEAD, kv_bits=[4, 16, 8, 4, 4], kv_residual=residual,
+    )  # fmt: skip
+    dense = 2 * 5 * 2 * 80 * 2 * 1000
+    held = sum(cache_bytes(config, 1000, 2))
+    assert held == pytest.approx((1 - config.sharing_plan.saving(1000)) * dense, rel=1e-4)

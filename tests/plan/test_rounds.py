@@ -219,12 +219,17 @@ def test_leads_in_layers_of_4_bits_count_beside_what_is_measured(overrides):
     assert np.array_equal(alone.slopes, beside.slopes)
 
 
-@torch.no_grad()
-def test_an_interrupted_round_goes_on(overrides, monkeypatch):
+def chosen_by_costs(overrides):
+    """What is measured, its costs, and the plan that they choose."""
     recipe = load_recipe(None, overrides)
     exploration = Exploration.of(recipe)
     costs = find_costs(exploration)
-    plan = choose(costs, recipe.explore, exploration.windows).plan
+    return exploration, costs, choose(costs, recipe.explore, exploration.windows).plan
+
+
+@torch.no_grad()
+def test_an_interrupted_round_goes_on(overrides, monkeypatch):
+    exploration, costs, plan = chosen_by_costs(overrides)
     whole = rounds._Bench(exploration, costs).measure(plan, with_slopes=True)
     (file,) = (exploration.folder / "rounds").glob("*.safetensors")
     file.unlink()
@@ -360,10 +365,7 @@ def test_the_best_of_three_choices_of_windows_goes_on(monkeypatch, overrides, be
 
 @torch.no_grad()
 def test_what_was_measured_with_slopes_is_not_measured_again(overrides, monkeypatch):
-    recipe = load_recipe(None, overrides)
-    exploration = Exploration.of(recipe)
-    costs = find_costs(exploration)
-    plan = choose(costs, recipe.explore, exploration.windows).plan
+    exploration, costs, plan = chosen_by_costs(overrides)
     whole = rounds._Bench(exploration, costs).measure(plan, with_slopes=True)
     monkeypatch.setattr(rounds, "measure_under", None)
     alone = rounds._Bench(exploration, costs).measure(plan, with_slopes=False)

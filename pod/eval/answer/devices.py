@@ -209,20 +209,19 @@ def layout_lines(
 
 def cache_bytes(config: "PodConfig", tokens: int, bytes_per_number: int) -> list[int]:
     """Bytes of each layer's keys and values, as the model's own cache holds them for one row of `tokens`."""
-    from pod.modeling.model.packed_bytes import bits_per_number, native_tokens, window_size
+    from pod.modeling.model.packed_bytes import bits_per_number, mean_size, window_size
     from pod.modeling.model.sharing import roles_of
 
     plan = config.sharing_plan
     found = []
     number = config.head_dim * bytes_per_number
-    newest = min(1.0, native_tokens(plan.residual) / tokens)  # the share of tokens that stay native
     for layer in range(config.num_hidden_layers):
         roles = roles_of(plan.lead, layer)
         sinks, recent = (size or 0 for size in config.windows_of(layer))
         bits = plan.bits[layer] if plan.bits else 16
         key_bits, value_bits = bits_per_number(bits, config.head_dim)
-        key = number * (newest + (1 - newest) * key_bits / 16)
-        value = number * (newest + (1 - newest) * value_bits / 16)
+        key = number * mean_size(key_bits, plan.residual, tokens)
+        value = number * mean_size(value_bits, plan.residual, tokens)
         followers = 0 if config.layout == "cla" else len(roles.followers)
         whole = len(roles.leads) * (key + value) + followers * value
         held = min(tokens, sinks + recent)

@@ -21,6 +21,22 @@ def native_tokens(residual: int) -> float:
     return residual + (GROUP_SIZE - 1) / 2
 
 
+def mean_size(bits: float, residual: int, n: float) -> float:
+    """How large a key's or a value's number is, on average over ``n`` tokens, as a share of a native one.
+
+    Example: 0.36 at 2,048 tokens, with 5 bits and a residual of 128, since 143.5 of the tokens are native.
+
+    Args:
+        bits: of a packed number, see ``bits_per_number``. 16 = nothing is packed.
+        residual: how many of the newest tokens stay native at least.
+        n: tokens, at least 1; infinity = all are packed.
+    """
+    if bits == 16:
+        return 1.0
+    native = min(1.0, native_tokens(residual) / n)
+    return native + (1 - native) * bits / 16
+
+
 def is_packed_window(num_recent_tokens: int, residual: int, group_size: int = GROUP_SIZE) -> bool:
     """Whether older tokens of a window are packed. Windows that fit into their native slots are not."""
     return num_recent_tokens > residual + group_size

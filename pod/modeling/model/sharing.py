@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any
 
-from .packed_bytes import RESIDUAL, bits_per_number, native_tokens, window_size
+from .packed_bytes import RESIDUAL, bits_per_number, mean_size, window_size
 from .sink_constants import SinkConstants, read_constants
 
 SCHEMA_VERSION = 5
@@ -399,10 +399,9 @@ class SharingPlan:
         total = 0.0
         for layer, row in enumerate(self.lead):
             bits = 16 if self.bits is None else self.bits[layer]
-            native = 1.0 if bits == 16 else min(1.0, native_tokens(self.residual) / n)
             key_bits, value_bits = bits_per_number(bits, self.head_dim)
-            keys = native + (1 - native) * key_bits / 16
-            values = native + (1 - native) * value_bits / 16
+            keys = mean_size(key_bits, self.residual, n)
+            values = mean_size(value_bits, self.residual, n)
             total += keys * sum(lead == layer for lead in row)
             total += values * sum(lead is not None for lead in row)
         return total / (2 * self.num_pairs)
